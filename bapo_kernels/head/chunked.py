@@ -1,0 +1,232 @@
+"""The driver of the head: one loop over slices of the vocabulary, shared by every backend.
+
+A slice is a block of rows of the weight. Forward, its logits are folded into running statistics of each row (online softmax);
+backward, the same logits are made again, turned into their gradient, and multiplied into d_hidden and d_weight. Nothing here is
+ever [N, V]: what lives at once is one tile of (rows of a block) x (columns of a slice).
+
+Rows are what `autograd.py` selected: forward only rows that count, backward only rows that have a gradient.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# A tile of 4096 columns stays in a CPU's shared cache at the row counts of a micro-batch, and is wide enough for full GEMM speed.
+# With very wide heads the slice of the weight, not the tile, is what takes memory: bound it too.
+MAX_COLUMNS = 4096
+MAX_SLICE_ELEMENTS = 4096 * 4096
+# BLAS libraries switch to other kernels, with another order of summation, below a handful of rows. Padding to this many keeps the
+# bits of a row's logits independent of how many rows stand beside it.
+MIN_ROWS = 16
+
+
+@dataclass(frozen=True)
+class LogitSpec:
+    """How a product hidden . weight becomes a logit: (+ bias) * scale, softcap, / temperature; columns from vocab_size on are absent."""
+
+    vocab_size: int
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+class _PerRow:
+    """Fields are tensors whose first axis is the row (or None)."""
+
+    def rows(self, index):
+        """The same fields for a slice of rows, or for a tensor of row numbers."""
+        return type(self)(*(None if v is None else v[index] for v in (getattr(self, f.name) for f in fields(self))))
+
+
+@dataclass
+class Rows(_PerRow):
+    hidden: Tensor  # (n, D)
+    ids: Tensor  # (n, P) int64: the vocabulary ids whose logits are wanted; column 0 is the target, -1 is no id
+    inv_temperature: Tensor | None  # (n,) accumulation dtype; None: 1
+
+
+@dataclass
+class State(_PerRow):
+    """Running statistics of the logits x seen so far."""
+
+    max: Tensor  # (n,) m = max x, -inf at the start
+    sum: Tensor  # (n,) sum exp(x - m)
+    spread: Tensor | None  # (n,) sum exp(x - m) (x - m); only where the entropy is wanted
+    picked: Tensor  # (n, P) x at ids; NaN until its slice came by, so that an id outside the vocabulary never gets a number
+
+
+@dataclass
+class Statistics(_PerRow):
+    """What the forward leaves for the backward. Maximum and log-sum stay apart: their sum would lose a common offset of the logits."""
+
+    max: Tensor  # (n,)
+    log_sum: Tensor  # (n,)
+    entropy: Tensor | None  # (n,)
+    picked: Tensor  # (n, P)
+
+    @property
+    def logprobs(self) -> Tensor:  # (n, P)
+        return (self.picked - self.max[:, None]) - self.log_sum[:, None]
+
+
+@dataclass
+class Coefficients(_PerRow):
+    """The gradient of a row's logits x: sum_k picked_k (e_k - p) - entropy p (log p + H), with `probability` = sum_k picked_k.
+
+    `picked_grad` is picked_k times dx/dz at that id, so that epilogues add it to the finished dz."""
+
+    probability: Tensor  # (n,)
+    entropy: Tensor | None  # (n,)
+    picked_grad: Tensor  # (n, P)
+
+
+@dataclass(frozen=True)
+class Slice:
+    weight: Tensor  # (w, D)
+    bias: Tensor | None  # (w,) accumulation dtype
+    first: int  # vocabulary id of its first row
+
+
+class Backend(Protocol):
+    name: str
+    native_dtypes: bool  # reads hidden and weight in their own dtypes; otherwise they are upcast before, a slice at a time
+    tiles: tuple[int, int]  # tiles of logits alive at once, forward and backward: what a memory budget counts
+
+    def fold(self, rows: Rows, part: Slice, spec: LogitSpec, state: State, tile: Tensor | None) -> None:
+        """Fold the logits of `part` into `state`. `tile` is an (n, w) buffer, or None where `tiles[0]` is 0."""
+
+    def dlogits(self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor) -> None:
+        """Write the gradient of the products hidden . weight of `part` into `out` (n, w)."""
+
+
+def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """fp32, or fp64 if anything is fp64. Logits, statistics and sums of gradients are never held in less."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def slice_columns(hidden_size: int) -> int:
+    columns = MAX_COLUMNS
+    while columns > 256 and columns * hidden_size > MAX_SLICE_ELEMENTS:
+        columns //= 2
+    return columns
+
+
+def _slices(weight: Tensor, bias: Tensor | None, spec: LogitSpec, acc: torch.dtype, native: bool) -> Iterator[Slice]:
+    columns = slice_columns(weight.shape[1])
+    for first in range(0, spec.vocab_size, columns):
+        last = min(first + columns, spec.vocab_size)
+        w = weight[first:last]
+        yield Slice(w if native else w.to(acc), None if bias is None else bias[first:last].to(acc), first)
+
+
+def _blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
+    """Row blocks of nearly equal size whose tiles fit the budget. All rows in one block is fastest, and the rule at usual sizes."""
+    fit = max(MIN_ROWS, budget // max(bytes_per_row, 1))
+    count = max(1, -(-rows // fit))
+    edges = [rows * i // count for i in range(count + 1)]
+    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def _pad(t: Tensor) -> Tensor:
+    return t if t.shape[0] >= MIN_ROWS else torch.cat([t, t.new_zeros(MIN_ROWS - t.shape[0], *t.shape[1:])])
+
+
+@contextmanager
+def full_precision(device_type: str):
+    """GEMMs inside multiply in the dtype they are given: no tf32, no bf16 behind an fp32 matmul, no autocast."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def forward(
+    backend: Backend, rows: Rows, weight: Tensor, bias: Tensor | None, spec: LogitSpec, entropy: bool, budget: int
+) -> Statistics:
+    """Statistics of every row of `rows` over the whole vocabulary."""
+    n, device = rows.hidden.shape[0], rows.hidden.device
+    acc = accumulation_dtype(rows.hidden, weight, bias)
+    if not backend.native_dtypes:
+        rows = Rows(rows.hidden.to(acc), rows.ids, rows.inv_temperature)
+    if n < MIN_ROWS:
+        padded = rows.inv_temperature if rows.inv_temperature is None else _pad(rows.inv_temperature)
+        rows = Rows(_pad(rows.hidden), _pad(rows.ids), padded)
+    total = rows.hidden.shape[0]
+    state = State(
+        max=torch.full((total,), -torch.inf, dtype=acc, device=device),
+        sum=torch.zeros(total, dtype=acc, device=device),
+        spread=torch.zeros(total, dtype=acc, device=device) if entropy else None,
+        picked=torch.full(rows.ids.shape, torch.nan, dtype=acc, device=device),
+    )
+    columns = min(slice_columns(weight.shape[1]), spec.vocab_size)
+    blocks = _blocks(total, backend.tiles[0] * columns * acc.itemsize, budget)
+    tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device) if backend.tiles[0] else None
+    with full_precision(device.type):
+        for part in _slices(weight, bias, spec, acc, backend.native_dtypes):
+            for block in blocks:
+                view = _tile(tile, block, part) if tile is not None else None
+                backend.fold(rows.rows(block), part, spec, state.rows(block), view)
+    state = state.rows(slice(0, n))
+    log_sum = state.sum.log()
+    spread = None if state.spread is None else log_sum - state.spread / state.sum
+    return Statistics(state.max, log_sum, spread, state.picked)
+
+
+def backward(
+    backend: Backend,
+    rows: Rows,
+    stats: Statistics,
+    coef: Coefficients,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: LogitSpec,
+    needs: tuple[bool, bool, bool],
+    budget: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden (n, D; accumulation dtype), weight (V, D; its dtype) and bias (V,; accumulation dtype), where `needs` them.
+
+    d_weight is written once for each slice, from a sum in the accumulation dtype; d_hidden sums over slices in that dtype."""
+    need_hidden, need_weight, need_bias = needs
+    n, hidden_size = rows.hidden.shape
+    device, acc = rows.hidden.device, accumulation_dtype(rows.hidden, weight, bias)
+    hidden_acc = rows.hidden.to(acc)
+    if not backend.native_dtypes:
+        rows = Rows(hidden_acc, rows.ids, rows.inv_temperature)
+    d_hidden = torch.zeros(n, hidden_size, dtype=acc, device=device) if need_hidden else None
+    d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_weight else None
+    d_bias = torch.zeros(weight.shape[0], dtype=acc, device=device) if need_bias else None
+    columns = min(slice_columns(hidden_size), spec.vocab_size)
+    blocks = _blocks(n, backend.tiles[1] * columns * acc.itemsize, budget)
+    tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
+    scratch = torch.empty(columns, hidden_size, dtype=acc, device=device) if need_weight and weight.dtype != acc else None
+    with full_precision(device.type):
+        for part in _slices(weight, bias, spec, acc, backend.native_dtypes):
+            first, last = part.first, part.first + part.weight.shape[0]
+            out = None
+            if d_weight is not None:
+                out = d_weight[first:last] if scratch is None else scratch[: last - first]
+            for i, block in enumerate(blocks):
+                dz = _tile(tile, block, part)
+                backend.dlogits(rows.rows(block), part, spec, stats.rows(block), coef.rows(block), dz)
+                if d_hidden is not None:
+                    d_hidden[block].addmm_(dz, part.weight.to(acc))
+                if out is not None:
+                    torch.addmm(out, dz.t(), hidden_acc[block], beta=float(i > 0), out=out)
+                if d_bias is not None:
+                    d_bias[first:last] += dz.sum(0)
+            if d_weight is not None and scratch is not None:
+                d_weight[first:last].copy_(scratch[: last - first])
+    if d_weight is not None:
+        d_weight[spec.vocab_size :].zero_()
+    return d_hidden, d_weight, d_bias
+
+
+def _tile(buffer: Tensor, block: slice, part: Slice) -> Tensor:
+    rows, columns = block.stop - block.start, part.weight.shape[0]
+    return buffer[: rows * columns].view(rows, columns)

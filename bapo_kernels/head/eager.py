@@ -1,0 +1,122 @@
+"""The two epilogues in PyTorch operations (backend "torch"), and the backend that puts a vendor GEMM before a pair of epilogues."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
+
+
+class Epilogues(Protocol):
+    """Each is one pass over a tile z of products hidden . weight, which it may overwrite."""
+
+    name: str
+    tiles: tuple[int, int]  # tiles alive at once, forward and backward, z included
+
+    def fold(
+        self, z: Tensor, bias: Tensor | None, spec: LogitSpec, inv_temperature: Tensor | None, ids: Tensor, first_column: int, state: State
+    ) -> None: ...
+
+    def dlogits(
+        self,
+        z: Tensor,
+        bias: Tensor | None,
+        spec: LogitSpec,
+        inv_temperature: Tensor | None,
+        ids: Tensor,
+        first_column: int,
+        statistics: Statistics,
+        coefficients: Coefficients,
+    ) -> None: ...
+
+
+class GemmBackend:
+    """The vendor's GEMM into a tile, then an epilogue over it."""
+
+    native_dtypes = False
+
+    def __init__(self, epilogues: Epilogues):
+        self.epilogues = epilogues
+        self.name, self.tiles = epilogues.name, epilogues.tiles
+
+    def fold(self, rows: Rows, part: Slice, spec: LogitSpec, state: State, tile: Tensor | None) -> None:
+        assert tile is not None
+        torch.mm(rows.hidden, part.weight.t(), out=tile)
+        self.epilogues.fold(tile, part.bias, spec, rows.inv_temperature, rows.ids, part.first, state)
+
+    def dlogits(self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor) -> None:
+        torch.mm(rows.hidden, part.weight.t(), out=out)
+        self.epilogues.dlogits(out, part.bias, spec, rows.inv_temperature, rows.ids, part.first, stats, coef)
+
+
+class TorchEpilogues:
+    name = "torch"
+    tiles = (2, 4)
+
+    def fold(self, z, bias, spec, inv_temperature, ids, first_column, state):
+        x = _logits_(z, bias, spec, inv_temperature)
+        column = ids - first_column
+        inside = (column >= 0) & (column < x.shape[1])
+        picked = x.gather(1, column.clamp(0, x.shape[1] - 1))
+        state.picked.copy_(torch.where(inside, picked, state.picked))
+
+        new_max = torch.maximum(state.max, x.amax(1))
+        # Only -inf so far: any finite reference gives exp(-inf) = 0, where -inf - -inf would be NaN.
+        reference = new_max.clamp(min=torch.finfo(x.dtype).min)
+        shift = (state.max - reference).clamp_(min=_FLOOR)
+        keep = shift.exp()
+        x.sub_(reference[:, None])
+        if state.spread is None:
+            state.sum.mul_(keep).add_(x.exp_().sum(1))
+        else:
+            x.clamp_(min=_FLOOR)  # a logit of -inf: 0 * finite, not 0 * inf
+            e = x.exp()
+            state.spread.addcmul_(shift, state.sum).mul_(keep).add_(x.mul_(e).sum(1))
+            state.sum.mul_(keep).add_(e.sum(1))
+        state.max.copy_(new_max)
+
+    def dlogits(self, z, bias, spec, inv_temperature, ids, first_column, statistics, coefficients):
+        x = _logits_(z, bias, spec, inv_temperature)
+        chain = logit_slope(x, spec, inv_temperature)
+        log_p = x.sub_(statistics.max[:, None]).sub_(statistics.log_sum[:, None]).clamp_(min=_FLOOR)
+        p = log_p.exp()
+        if coefficients.entropy is None:
+            g = p.mul_(-coefficients.probability[:, None])
+        else:
+            inner = log_p.add_(statistics.entropy[:, None]).mul_(coefficients.entropy[:, None])
+            g = p.neg_().mul_(inner.add_(coefficients.probability[:, None]))
+        if chain is not None:
+            g.mul_(chain)
+        column = ids - first_column
+        inside = (column >= 0) & (column < z.shape[1])
+        g.scatter_add_(1, column.clamp(0, z.shape[1] - 1), coefficients.picked_grad.masked_fill(~inside, 0.0))
+        z.copy_(g)
+
+
+_FLOOR = -1e30  # stands for -inf below an exp: exp gives exactly 0, and 0 * _FLOOR is 0
+
+
+def _logits_(z: Tensor, bias: Tensor | None, spec: LogitSpec, inv_temperature: Tensor | None) -> Tensor:
+    if bias is not None:
+        z.add_(bias)
+    if spec.scale != 1.0:
+        z.mul_(spec.scale)
+    if spec.softcap is not None:
+        z.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    if inv_temperature is not None:
+        z.mul_(inv_temperature[:, None])
+    return z
+
+
+def logit_slope(x: Tensor, spec: LogitSpec, inv_temperature: Tensor | None) -> Tensor | None:
+    """dx/dz of logits x (n, k) with respect to the products z; None where it is 1."""
+    slope = None
+    if spec.softcap is not None:
+        t = x if inv_temperature is None else x / inv_temperature[:, None]
+        slope = 1.0 - (t / spec.softcap).square()
+    if inv_temperature is not None:
+        slope = inv_temperature[:, None] if slope is None else slope * inv_temperature[:, None]
+    if spec.scale != 1.0:
+        slope = x.new_full((1, 1), spec.scale) if slope is None else slope * spec.scale
+    return slope

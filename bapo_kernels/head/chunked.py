@@ -155,8 +155,7 @@ def forward(
     if not backend.native_dtypes:
         rows = Rows(rows.hidden.to(acc), rows.ids, rows.inv_temperature)
     if n < MIN_ROWS:
-        padded = rows.inv_temperature if rows.inv_temperature is None else _pad(rows.inv_temperature)
-        rows = Rows(_pad(rows.hidden), _pad(rows.ids), padded)
+        rows = Rows(*(None if t is None else _pad(t) for t in (rows.hidden, rows.ids, rows.inv_temperature)))
     total = rows.hidden.shape[0]
     state = State(
         max=torch.full((total,), -torch.inf, dtype=acc, device=device),

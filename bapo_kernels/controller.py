@@ -1,0 +1,83 @@
+"""BAPO's bounds (arXiv 2510.18927, Eq. 8 and Algorithm 1), without a loop over tokens or over candidates on the host.
+
+    S+(c_high) = sum_{A > 0} w |A| min(r, c_high)        S-(c_low) = sum_{A < 0} w |A| max(r, c_low)
+
+The search walks one path: c_high over its grid with c_low at its start, then c_low over its grid with c_high at its end (or the other
+way round), and stops at the first point whose contribution reaches the target. So it is enough to know S+ on the grid of c_high and
+S- on the grid of c_low: one pass over the tokens, one all-reduce, and one pick on the device.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bapo_kernels.losses.bapo import BAPO
+    from bapo_kernels.losses.base import Tokens
+
+CONTRIBUTIONS = ("share", "signed", "ratio")
+MEASURES = ("surrogate", "gradient")
+WEIGHTINGS = ("rollout", "none")
+ORDERS = ("high-first", "low-first")
+
+
+class BapoBounds(NamedTuple):
+    """0-d fp64 tensors on the batch's device."""
+
+    c_low: Tensor
+    c_high: Tensor
+    contribution: Tensor  # at these bounds
+    positive: Tensor  # S+ at these bounds
+    negative: Tensor  # S-
+
+
+def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
+    """The bounds of the batch `x`; of the global batch when x.dp_group is given. Sums in fp64, so that chunking cannot show."""
+    with torch.no_grad():
+        ratio, advantage = x.ratio.double().flatten(), x.advantages.double().flatten()
+        weight = advantage.abs()
+        if loss.weighting == "rollout":
+            weight = weight * x.rollout_logprobs.double().flatten().exp()
+        active = x.mask.flatten()
+        high = _grid(loss.c_high, loss.step_high, ratio.device)
+        low = _grid(loss.c_low, loss.step_low, ratio.device)
+        r = ratio[:, None]
+        if loss.measure == "surrogate":
+            positive, negative = torch.minimum(r, high), torch.maximum(r, low)
+        else:
+            positive, negative = torch.where(r <= high, r, 0.0), torch.where(r >= low, r, 0.0)
+        s_plus = torch.where(active & (advantage > 0), weight, 0.0) @ positive
+        s_minus = torch.where(active & (advantage < 0), weight, 0.0) @ negative
+        if x.dp_group is not None:
+            sums = torch.cat([s_plus, s_minus])
+            torch.distributed.all_reduce(sums, group=x.dp_group)  # type: ignore[arg-type]
+            s_plus, s_minus = sums.split([high.numel(), low.numel()])
+
+        # The path of the search, as positions in the two grids.
+        n_high, n_low = high.numel(), low.numel()
+        first, second = (n_high, n_low) if loss.order == "high-first" else (n_low, n_high)
+        step = torch.arange(first + second - 1, device=ratio.device)
+        on_first, on_second = step.clamp(max=first - 1), (step - (first - 1)).clamp(min=0)
+        i_high, i_low = (on_first, on_second) if loss.order == "high-first" else (on_second, on_first)
+
+        contribution = _contribution(loss.contribution, s_plus[i_high], s_minus[i_low])
+        missed = (contribution < loss.target).to(torch.int64).cumprod(0).sum()  # points before the first that reaches the target
+        at = missed.clamp(max=step.numel() - 1)
+        at = torch.where((s_plus[0] == 0) | (s_minus[0] == 0), 0, at)
+        return BapoBounds(low[i_low[at]], high[i_high[at]], contribution[at], s_plus[i_high[at]], s_minus[i_low[at]])
+
+
+def _grid(bounds: tuple[float | Tensor, float | Tensor], step: float, device: torch.device) -> Tensor:
+    """start, start + step, ... up to and including end. Points are start + i * step: adding up would drift past the end."""
+    start, end = bounds
+    if start is end:
+        return torch.as_tensor(start, dtype=torch.float64, device=device).reshape(1)
+    assert not isinstance(start, Tensor) and not isinstance(end, Tensor)
+    count = int((end - start) / step + 1e-9) + 1
+    return torch.tensor([min(start + i * step, end) for i in range(count)], dtype=torch.float64, device=device)
+
+
+def _contribution(kind: str, positive: Tensor, negative: Tensor) -> Tensor:
+    total = {"share": positive + negative, "signed": (positive - negative).abs(), "ratio": negative}[kind]
+    return torch.where((positive == 0) & (negative == 0), 0.0, positive / total)

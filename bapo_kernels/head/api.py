@@ -1,0 +1,90 @@
+"""The public functions of the head: validation, choice of the backend, and the shape of the answer."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from bapo_kernels.head import autograd, reference
+from bapo_kernels.head.backends import choose, resolve_budget
+from bapo_kernels.head.inputs import head_inputs
+
+
+class TokenStatistics(NamedTuple):
+    logprobs: Tensor  # (...)
+    entropy: Tensor | None  # (...)
+    topk_logprobs: Tensor | None  # (..., K)
+
+
+def linear_logprobs(
+    hidden: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    targets: Tensor,  # (...)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    mask: Tensor | None = None,  # (...)
+    ignore_index: int = -100,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    topk_ids: Tensor | None = None,  # (..., K)
+    return_entropy: bool = False,
+    tp_group=None,
+    backend: str = "auto",
+    memory_budget: int | None = None,
+) -> TokenStatistics:
+    """Log-probs of the targets, and on request the entropy and the log-probs of recorded ids, straight from hidden states.
+
+    The logits `softcap(((hidden @ weight.T) + bias) * logit_scale) / temperature` over the first `vocab_size` columns are made a
+    slice of the vocabulary at a time and never stored whole, forward or backward. They are fp32 whatever the inputs (fp64 if an
+    input is fp64), and so are the outputs; gradients have the dtype of what they belong to. No shift happens inside: `targets[i]` is
+    the token that `hidden[i]` predicts.
+
+    Args:
+        hidden: states before the head, any floating dtype and any leading shape.
+        weight: the head's weight in `nn.Linear` layout.
+        targets: integer ids in [0, vocab_size).
+        mask: which tokens count (bool or 0-1). A masked row, or one whose target is `ignore_index`, is as if absent: nothing it
+            holds reaches a result; its outputs are 0 and its gradient exactly 0.
+        temperature: a number > 0, or one for each token (layout shape) or sequence ((B,) or (B, 1) with a (B, T) layout).
+        logit_scale, softcap: multiplies the logits; then `softcap * tanh(logits / softcap)`.
+        vocab_size: rows of `weight` from here on are padding: no probability, no gradient.
+        topk_ids: ids whose log-probs are wanted too, K per token; -1 is padding (its log-prob is 0).
+        return_entropy: also the entropy in nats, over the same distribution.
+        backend: "auto", "triton", "cpu", "torch" or "reference" (plain autograd on materialised logits: the oracle).
+        memory_budget: bytes for temporary tiles; None: BAPO_KERNELS_MEMORY_BUDGET, or 256 MiB.
+
+    Returns:
+        `TokenStatistics(logprobs, entropy, topk_logprobs)`, each differentiable with any upstream gradient; None where not asked for.
+
+    Raises:
+        ValueError: before any work, naming the argument, what came and what is allowed. On CPU this includes targets outside
+            [0, vocab_size) in rows that count; on CUDA, where looking would stall the stream, such a row's log-prob is NaN, and
+            BAPO_KERNELS_CHECK=1 raises.
+    """
+    if tp_group is not None:
+        raise ValueError("tp_group: vocabulary shards are not supported in this version; gather the weight")
+    inputs = head_inputs(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        mask=mask,
+        ignore_index=ignore_index,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        vocab_size=vocab_size,
+        topk_ids=topk_ids,
+    )
+    chosen, budget = choose(backend, hidden.device), resolve_budget(memory_budget)
+    if chosen is None:
+        logprobs, entropy = reference.run(inputs, return_entropy)
+    else:
+        logprobs, entropy = autograd.run(autograd.HeadCall(inputs, chosen, return_entropy, budget))
+    layout = inputs.layout
+    return TokenStatistics(
+        logprobs[:, 0].reshape(layout),
+        None if entropy is None else entropy.reshape(layout),
+        None if topk_ids is None else logprobs[:, 1:].reshape(topk_ids.shape),
+    )

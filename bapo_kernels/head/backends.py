@@ -1,0 +1,72 @@
+"""Which backend serves a call."""
+
+import os
+import warnings
+from functools import cache
+
+import torch
+
+from bapo_kernels.head.chunked import Backend
+from bapo_kernels.head.cpu import CpuEpilogues
+from bapo_kernels.head.cpu import available as cpu_unavailable
+from bapo_kernels.head.eager import GemmBackend, TorchEpilogues
+
+NAMES = ("auto", "triton", "cpu", "torch", "reference")
+DEFAULT_BUDGET = 256 * 2**20
+
+
+def unavailable(name: str, device: torch.device) -> str | None:
+    """Why a backend cannot serve tensors on `device`, or None if it can."""
+    if name == "cpu":
+        return cpu_unavailable() if device.type == "cpu" else f"it works on CPU tensors, not on {device.type}"
+    if name == "triton":
+        try:
+            from bapo_kernels.head import triton
+        except ImportError as e:
+            return f"triton cannot be imported ({e})"
+        return triton.available(device)
+    return None
+
+
+def choose(name: str, device: torch.device) -> Backend | None:
+    """The backend object; None stands for the reference."""
+    if name not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
+    if name == "auto":
+        name = _automatic(device.type)
+    elif reason := unavailable(name, device):
+        raise ValueError(f"backend={name!r} cannot be used here: {reason}")
+    return None if name == "reference" else _build(name)
+
+
+@cache
+def _automatic(device_type: str) -> str:
+    fast = {"cpu": "cpu", "cuda": "triton"}.get(device_type)
+    if fast is None:
+        return "torch"
+    if reason := unavailable(fast, torch.device(device_type)):
+        warnings.warn(f"bapo_kernels uses its slower PyTorch path: backend {fast!r} cannot be used ({reason})", stacklevel=5)
+        return "torch"
+    return fast
+
+
+@cache
+def _build(name: str) -> Backend:
+    if name == "triton":
+        from bapo_kernels.head import triton
+
+        return triton.TritonBackend()
+    return GemmBackend(CpuEpilogues() if name == "cpu" else TorchEpilogues())
+
+
+def resolve_budget(memory_budget: int | None) -> int:
+    """Bytes for temporary tiles: the argument, else BAPO_KERNELS_MEMORY_BUDGET, else 256 MiB."""
+    name, value = "memory_budget", memory_budget
+    if memory_budget is None:
+        if "BAPO_KERNELS_MEMORY_BUDGET" not in os.environ:
+            return DEFAULT_BUDGET
+        name, text = "BAPO_KERNELS_MEMORY_BUDGET", os.environ["BAPO_KERNELS_MEMORY_BUDGET"]
+        value = int(text) if text.isdecimal() else text
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name} must be a number of bytes > 0, got {value!r}")
+    return value

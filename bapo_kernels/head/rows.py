@@ -1,0 +1,56 @@
+"""Which rows take part. Rows that do not count are dropped before any work, so that nothing they hold can reach a result."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A choice of rows of (N, ...) tensors: by number (compacted), or, where the host may not learn how many there are, by mask."""
+
+    total: int
+    index: Tensor | None = None  # (n,) int64, rising
+    mask: Tensor | None = None  # (N,) bool
+
+    @classmethod
+    def of(cls, wanted: Tensor) -> "Selection":
+        """The rows where `wanted` (N,) bool. Compaction needs their number on the host, which a CUDA graph under capture cannot give."""
+        total = wanted.shape[0]
+        if wanted.is_cuda and torch.cuda.is_current_stream_capturing():
+            return cls(total, mask=wanted)
+        index = wanted.nonzero().squeeze(1)
+        return cls(total, index=None if index.shape[0] == total else index)
+
+    @property
+    def rows(self) -> int:
+        return self.total if self.index is None else self.index.shape[0]
+
+    def take(self, t: Tensor) -> Tensor:
+        if self.index is not None:
+            return t[self.index]
+        if self.mask is not None:
+            return torch.where(_like(self.mask, t), t, torch.zeros((), dtype=t.dtype, device=t.device))
+        return t
+
+    def put(self, t: Tensor) -> Tensor:
+        """The inverse: (n, ...) to (N, ...), exactly 0 in rows that are not selected."""
+        if self.index is not None:
+            return t.new_zeros(self.total, *t.shape[1:]).index_copy(0, self.index, t)
+        return self.take(t)
+
+    def then(self, inner: "Selection") -> "Selection":
+        """Select by `inner` among the rows selected here."""
+        if self.index is None and self.mask is None:
+            return inner
+        if inner.index is None and inner.mask is None:
+            return self
+        if self.index is not None and inner.index is not None:
+            return Selection(self.total, index=self.index[inner.index])
+        assert self.mask is not None and inner.mask is not None  # one capture state for both
+        return Selection(self.total, mask=self.mask & inner.mask)
+
+
+def _like(mask: Tensor, t: Tensor) -> Tensor:
+    return mask.view(-1, *(1,) * (t.dim() - 1))

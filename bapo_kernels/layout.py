@@ -1,0 +1,87 @@
+"""The two layouts of a batch, padded (B, T) and packed (N,) with `cu_seqlens`, behind one set of operations on its sequences."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def shape_of(t: Tensor) -> str:
+    return str(tuple(t.shape))
+
+
+@dataclass(frozen=True)
+class Layout:
+    shape: torch.Size  # (B, T) or (N,)
+    cu_seqlens: Tensor | None  # (S + 1,) int64, packed only
+    sequences: int  # B or S
+
+    @classmethod
+    def of(cls, name: str, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> "Layout":
+        """The layout of a batch of `shape`; `name` is the argument the shape came from. A 1-D batch without cu_seqlens is one sequence."""
+        if cu_seqlens is None:
+            if len(shape) == 2:
+                return cls(shape, None, shape[0])
+            if len(shape) == 1:
+                return cls(shape, torch.tensor([0, shape[0]], device=device), 1)
+            raise ValueError(f"{name} must have the layout (B, T) or (N,), got a layout of {tuple(shape)}")
+        if len(shape) != 1:
+            raise ValueError(f"cu_seqlens describes a packed layout (N,), but {name} has the layout {tuple(shape)}")
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or not is_integer(cu_seqlens):
+            got = f"{cu_seqlens.dtype} {shape_of(cu_seqlens)}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise ValueError(f"cu_seqlens must be an integer tensor of shape (S + 1,), got {got}")
+        if cu_seqlens.device.type == "cpu" or values_are_checked(device):
+            edges = cu_seqlens.tolist()
+            if edges[0] != 0 or edges[-1] != shape[0] or any(a > b for a, b in zip(edges, edges[1:], strict=False)):
+                shown = ", ".join(map(str, edges[:8])) + (", ..." if len(edges) > 8 else "")
+                raise ValueError(f"cu_seqlens must rise from 0 to {shape[0]}, the tokens of {name} {tuple(shape)}, got [{shown}]")
+        return cls(shape, cu_seqlens.to(device=device, dtype=torch.int64), cu_seqlens.numel() - 1)
+
+    @property
+    def padded(self) -> bool:
+        return self.cu_seqlens is None
+
+    def sequence_sum(self, t: Tensor) -> Tensor:
+        """(layout) -> (sequences,), differentiable; the order of summation is fixed."""
+        if self.cu_seqlens is None:
+            return t.sum(1)
+        if t.numel() == 0:
+            return t.new_zeros(self.sequences)
+        return torch.segment_reduce(t, "sum", offsets=self.cu_seqlens, unsafe=True, initial=0)
+
+    def to_tokens(self, per_sequence: Tensor) -> Tensor:
+        """(sequences,) -> (layout): each token gets its sequence's value."""
+        if self.cu_seqlens is None:
+            return per_sequence[:, None].expand(self.shape)
+        position = torch.arange(self.shape[0], device=per_sequence.device)
+        return per_sequence[torch.searchsorted(self.cu_seqlens[1:], position, right=True)]
+
+    def expand(self, name: str, t: Tensor) -> Tensor:
+        """An input given per token (layout), or per sequence ((B,), (B, 1) padded; (S,) packed, unless S == N), as (layout)."""
+        if t.shape == self.shape:
+            return t
+        per_sequence = [(self.sequences,), (self.sequences, 1)] if self.padded else [(self.sequences,)]
+        if tuple(t.shape) in per_sequence:
+            return self.to_tokens(t.reshape(self.sequences))
+        allowed = " or ".join(str(s) for s in [tuple(self.shape), *per_sequence])
+        raise ValueError(f"{name} must have shape {allowed}, got {shape_of(t)}")
+
+
+def is_integer(t: Tensor) -> bool:
+    return not t.dtype.is_floating_point and not t.dtype.is_complex and t.dtype != torch.bool
+
+
+def values_are_checked(device: torch.device) -> bool:
+    """Values of tensors are validated where that is free: on CPU. On an accelerator it would stall the stream, so only when asked."""
+    return device.type == "cpu" or os.environ.get("BAPO_KERNELS_CHECK", "0") not in ("", "0")
+
+
+def check_tensor(name: str, t: object, device: torch.device | None) -> None:
+    """A plain tensor, on `device`."""
+    if not isinstance(t, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(t).__name__}")
+    if type(t).__name__ == "DTensor":
+        raise ValueError(f"{name} is a DTensor: pass its full_tensor(), or to_local() if it is replicated")
+    if device is not None and t.device != device:
+        raise ValueError(f"{name} is on {t.device}, but hidden or logprobs is on {device}")

@@ -1,0 +1,94 @@
+"""What a policy loss is: a frozen, validated set of parameters and one rule on per-token tensors.
+
+Every path (log-probs in hand, fused head, reference, checks) evaluates this rule and nothing else. A rule sees clean values: tokens
+that do not count hold harmless ones, ratios cannot overflow.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bapo_kernels.layout import Layout
+
+MAX_LOG_RATIO = 20.0
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio clamped to +-20: finite, and with gradient 0 where clamped."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a rule sees. All tensors have the layout of the batch; where `mask` is False they hold 0 (ratio: 1)."""
+
+    logprobs: Tensor  # log pi(y); the rule's derivative with respect to it is what trains
+    old_logprobs: Tensor  # proximal policy
+    rollout_logprobs: Tensor  # behaviour policy, the sampler
+    advantages: Tensor
+    mask: Tensor  # bool
+    layout: Layout
+    dp_group: object = None
+
+    @property
+    def ratio(self) -> Tensor:
+        return bounded_exp(self.logprobs - self.old_logprobs)
+
+    def sequence_sum(self, t: Tensor) -> Tensor:
+        """Sum over the active tokens of each token's sequence, in the batch's layout."""
+        return self.layout.to_tokens(self.layout.sequence_sum(self.active(t)))
+
+    def sequence_mean(self, t: Tensor) -> Tensor:
+        """Mean over the active tokens of each token's sequence, in the batch's layout."""
+        count = self.layout.sequence_sum(self.mask.to(t.dtype)).clamp(min=1.0)
+        return self.layout.to_tokens(self.layout.sequence_sum(self.active(t)) / count)
+
+    def active(self, t: Tensor) -> Tensor:
+        """`t` where the token counts, else 0."""
+        return torch.where(self.mask, t, 0.0)
+
+    def mean(self, t: Tensor) -> Tensor:
+        """Mean over active tokens; 0 if there are none."""
+        return self.active(t).sum() / self.mask.sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What a rule returns."""
+
+    loss: Tensor  # per token, before aggregation
+    clipped: Tensor | None = None  # int8: +1 stopped by the upper bound (or the dual clip), -1 by the lower; None: never
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # 0-d, detached
+
+
+class Loss:
+    """Base of the loss objects: frozen dataclasses, validated when made. `aggregation` is the loss's published one."""
+
+    name: ClassVar[str]
+    aggregation: ClassVar[str] = "token-mean"
+    needs: ClassVar[tuple[str, ...]] = ()  # inputs that must be given
+
+    def rule(self, x: Tokens) -> TokenLoss:
+        raise NotImplementedError
+
+    def _require(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise ValueError(f"{type(self).__name__}({name}=...) must be {allowed}, got {getattr(self, name)!r}")
+
+    def _require_numbers(self, *names: str, low: float = 0.0, strict: bool = False, optional: bool = False) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if optional and value is None:
+                continue
+            ok = is_number(value) and (value > low if strict else value >= low)
+            self._require(name, ok, f"a finite number {'>' if strict else '>='} {low:g}{' or None' if optional else ''}")
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(self))})"  # type: ignore[arg-type]
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

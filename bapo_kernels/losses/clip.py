@@ -1,0 +1,72 @@
+"""PPO's clipped surrogate and the losses that are it with other bounds: PPO, GRPO, DAPO.
+
+    loss = -min(r A, clip(r, low, high) A)          coef = -A r, and 0 where clipped:  A > 0 and r > high,  or  A < 0 and r < low
+
+Schulman et al. 2017 (PPO, arXiv 1707.06347); Shao et al. 2024 (GRPO, 2402.03300); Yu et al. 2025 (DAPO, 2503.14476). The dual clip (Ye
+et al. 2020, 1912.09729) bounds the loss of A < 0 by dual_clip |A|. Clipping is strict: a token exactly on a bound keeps its gradient
+(`torch.min` would split it between its two equal branches).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
+
+
+def clipped_surrogate(
+    x: Tokens, low: float | Tensor, high: float | Tensor, dual_clip: float | None = None, metrics: dict[str, Tensor] | None = None
+) -> TokenLoss:
+    """The surrogate with bounds on the ratio: numbers, or tensors that broadcast over tokens."""
+    ratio, advantage = x.ratio, x.advantages
+    upper = (advantage > 0) & (ratio > high)
+    lower = (advantage < 0) & (ratio < low)
+    used = torch.where(upper, high, torch.where(lower, low, ratio))
+    if dual_clip is not None:
+        stopped = (advantage < 0) & (ratio > dual_clip)
+        used = torch.where(stopped, dual_clip, used)
+        upper = upper | stopped
+    return TokenLoss(-used * advantage, upper.to(torch.int8) - lower.to(torch.int8), metrics or {})
+
+
+@dataclass(frozen=True)
+class GRPO(Loss):
+    """Clipped surrogate on the token ratio, bounds 1 - clip_low and 1 + clip_high; each sequence weighs the same.
+
+    GRPO (Shao et al. 2024, arXiv 2402.03300). `dual_clip` (> 1, off by default as in the paper): where A < 0 and r > dual_clip the
+    loss stays at dual_clip |A|, without gradient. Some trainers have it always on, at 3.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+
+    name: ClassVar[str] = "grpo"
+    aggregation: ClassVar[str] = "seq-mean-token-mean"
+
+    def __post_init__(self):
+        self._require_numbers("clip_low", "clip_high")
+        self._require_numbers("dual_clip", low=1.0, strict=True, optional=True)
+
+    def rule(self, x: Tokens) -> TokenLoss:
+        return clipped_surrogate(x, 1.0 - self.clip_low, 1.0 + self.clip_high, self.dual_clip)
+
+
+@dataclass(frozen=True)
+class PPO(GRPO):
+    """GRPO's rule with every token weighing the same (Schulman et al. 2017, arXiv 1707.06347)."""
+
+    name: ClassVar[str] = "ppo"
+    aggregation: ClassVar[str] = "token-mean"
+
+
+@dataclass(frozen=True)
+class DAPO(GRPO):
+    """GRPO's rule with the higher upper bound and token mean of DAPO (Yu et al. 2025, arXiv 2503.14476)."""
+
+    clip_high: float = 0.28
+
+    name: ClassVar[str] = "dapo"
+    aggregation: ClassVar[str] = "token-mean"

@@ -1,0 +1,34 @@
+"""The metrics of a batch: fixed keys, 0-d fp32 tensors, detached, on the device, without host synchronisation."""
+
+import torch
+from torch import Tensor
+
+from bapo_kernels.losses.base import TokenLoss, Tokens
+
+
+def metrics(x: Tokens, term: TokenLoss, policy_loss: Tensor, kl: Tensor | None, entropy: Tensor | None) -> dict[str, Tensor]:
+    """`kl` and `entropy` are per token, or None where not computed (then NaN). Means are over active tokens whatever the aggregation;
+    over no token they are 0."""
+    with torch.no_grad():
+        ratio, advantage = x.ratio, x.advantages
+        clipped = torch.zeros_like(ratio, dtype=torch.int8) if term.clipped is None else term.clipped
+        nan = ratio.new_full((), torch.nan)
+        some = x.mask.any()
+        ratio_max = torch.where(x.mask, ratio, -torch.inf).amax() if ratio.numel() else nan
+        retained = torch.where(clipped == 0, advantage, 0.0)
+        centred = (x.logprobs - x.mean(x.logprobs)) * (retained - x.mean(retained))
+        log_ratio = x.logprobs - x.old_logprobs
+        values = {
+            "policy_loss": policy_loss,
+            "kl": nan if kl is None else x.mean(kl),
+            "entropy": nan if entropy is None else x.mean(entropy),
+            "ratio_mean": x.mean(ratio),
+            "ratio_max": torch.where(some, ratio_max, 0.0),
+            "approx_kl": x.mean(ratio - 1.0 - log_ratio),
+            "clip_frac_low": x.mean(((clipped < 0) & (advantage != 0)).to(ratio.dtype)),
+            "clip_frac_high": x.mean(((clipped > 0) & (advantage != 0)).to(ratio.dtype)),
+            "entropy_clip_cov": x.mean(centred),
+            "num_tokens": x.mask.sum(),
+            **term.metrics,
+        }
+        return {k: v.detach().to(torch.float32) for k, v in values.items()}

@@ -1,0 +1,404 @@
+"""The policy loss: per-token statistics -> rule -> aggregation -> total, with its coefficients and metrics.
+
+The total depends on the model only through a few vectors (log-probs, entropy, recorded log-probs). Its gradient in them is worked out
+here, at once, on vectors of N numbers; autograd then only multiplies it by the upstream scalar and hands it to whatever made them.
+"""
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bapo_kernels import aggregation as agg
+from bapo_kernels import losses, regularizers
+from bapo_kernels.controller import BapoBounds, find_bounds
+from bapo_kernels.head.api import linear_logprobs
+from bapo_kernels.layout import Layout, check_tensor, shape_of
+from bapo_kernels.losses.base import Loss, Tokens
+from bapo_kernels.metrics import metrics
+
+ENGINES = ("auto", "recompute")
+
+
+class TokenDetail(NamedTuple):
+    """Per token, in the batch's layout, detached; 0 where masked."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    ratio: Tensor  # exp(logprobs - old_logprobs)
+    loss: Tensor  # policy term before aggregation
+    coef: Tensor  # d loss / d logprobs
+    clipped: Tensor  # int8: +1 stopped by the upper bound, -1 by the lower, else 0
+
+
+class PolicyLossOutput(NamedTuple):
+    loss: Tensor  # 0-d, differentiable
+    metrics: dict[str, Tensor]
+    tokens: TokenDetail | None
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """The options that both public functions share, validated."""
+
+    loss: str | Loss
+    correction: None = None
+    aggregation: str | None = None
+    normalizer: float | Tensor | None = None
+    max_length: int | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    top_entropy: float | None = None
+    dp_group: object = None
+    return_tokens: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "loss", losses.resolve(self.loss))
+        if self.aggregation is None:
+            object.__setattr__(self, "aggregation", self.rule.aggregation)
+        agg.check(self.aggregation, self.normalizer, self.max_length)
+        regularizers.check(self.kl_coef, self.kl_estimator, self.entropy_coef, self.top_entropy)
+        if self.correction is not None:
+            raise ValueError(f"correction must be None in this version, got {self.correction!r}")
+
+    @property
+    def rule(self) -> Loss:
+        assert isinstance(self.loss, Loss)
+        return self.loss
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coef != 0 or self.top_entropy is not None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Constants of a batch that were recorded before this step. `of` validates them, and drops what the options do not read."""
+
+    advantages: Tensor  # layout
+    old_logprobs: Tensor | None  # layout
+    rollout_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        device: torch.device,
+        options: PolicyOptions,
+        advantages: Tensor,
+        old_logprobs: Tensor | None,
+        rollout_logprobs: Tensor | None,
+        ref_logprobs: Tensor | None,
+    ) -> "Recorded":
+        check_tensor("advantages", advantages, device)
+        if options.kl_coef == 0:
+            ref_logprobs = None
+        elif ref_logprobs is None:
+            raise ValueError(f"kl_coef={options.kl_coef} needs ref_logprobs: the reference model's log-probs of the targets")
+        given = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "ref_logprobs": ref_logprobs}
+        for name, t in given.items():
+            if t is not None:
+                _check_layout(name, t, layout, device)
+        for name in options.rule.needs:
+            if given[name] is None:
+                raise ValueError(f"loss {options.rule.name!r} needs {name}")
+        return cls(layout.expand("advantages", advantages), **given)
+
+
+def policy_loss(
+    logprobs: Tensor,  # (B, T) or (N,)
+    advantages: Tensor,  # layout, (B,), (B, 1) or (S,)
+    *,
+    loss: str | Loss = "bapo",
+    entropy: Tensor | None = None,  # layout
+    topk_logprobs: Tensor | None = None,  # layout + (K,)
+    mask: Tensor | None = None,  # layout
+    cu_seqlens: Tensor | None = None,  # (S + 1,)
+    old_logprobs: Tensor | None = None,  # layout
+    rollout_logprobs: Tensor | None = None,  # layout
+    ref_logprobs: Tensor | None = None,  # layout
+    rollout_topk_ids: Tensor | None = None,  # layout + (K,)
+    rollout_topk_logprobs: Tensor | None = None,  # layout + (K,)
+    correction: None = None,
+    aggregation: str | None = None,
+    normalizer: float | Tensor | None = None,
+    max_length: int | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coef: float = 0.0,
+    top_entropy: float | None = None,
+    dp_group=None,
+    return_tokens: bool = False,
+) -> PolicyLossOutput:
+    """Policy loss of per-token log-probs that a trainer already has; `linear_policy_loss` starts from hidden states instead.
+
+        total = aggregate(policy term + kl_coef * KL - entropy_coef * entropy)
+
+    Batches are padded (B, T), or packed (N,) with `cu_seqlens`; a 1-D batch without it is one sequence. Everything but `logprobs` and
+    `entropy` is a constant. Sums are fp32 (fp64 for fp64 log-probs).
+
+    Args:
+        logprobs: log pi(y) of the sampled tokens under the policy in training.
+        advantages: one for each token, or for each sequence.
+        loss: a name of `losses.available()` or a loss object, which holds the hyper-parameters.
+        entropy: per-token entropy; needed by `entropy_coef` and `top_entropy`, otherwise only reported.
+        topk_logprobs, rollout_topk_ids, rollout_topk_logprobs: log-probs at recorded ids, for losses that read them.
+        mask: tokens that count (bool or 0-1). What a masked token holds, in any input, changes nothing.
+        old_logprobs: proximal policy, the denominator of the ratio; None: the current one (on-policy, ratio 1).
+        rollout_logprobs: behaviour policy, as recorded by the sampler; None: old_logprobs.
+        aggregation: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm" (with `max_length`) or
+            "token-sum"; None: the loss's own.
+        normalizer: replaces the count of tokens (token-mean) or sequences. With the global count, micro-batches and ranks add up.
+        kl_coef, kl_estimator, ref_logprobs: KL to a reference policy, "k1", "k2", "k3" or "k3+"; 0 never reads ref_logprobs.
+        entropy_coef: weight of the entropy bonus.
+        top_entropy: keep the policy term only of this fraction of tokens, those of highest entropy; denominators stay.
+        dp_group: torch.distributed group over which batch-wide quantities (BAPO's bounds, the entropy threshold) are taken.
+        return_tokens: also per-token log-probs, entropy, ratio, loss, coefficient and clip flag.
+
+    Returns:
+        `PolicyLossOutput(loss, metrics, tokens)`. With no active token the loss is 0, with a `grad_fn` and zero gradients.
+
+    Raises:
+        ValueError: naming the argument, what came and what is allowed, before any work.
+    """
+    options = PolicyOptions(
+        loss, correction, aggregation, normalizer, max_length, kl_coef, kl_estimator, entropy_coef, top_entropy, dp_group, return_tokens
+    )
+    layout, active = _layout_and_mask(logprobs, mask, cu_seqlens)
+    if entropy is not None:
+        _check_layout("entropy", entropy, layout, logprobs.device)
+    if options.needs_entropy and entropy is None:
+        raise ValueError("entropy_coef and top_entropy need entropy: the per-token entropy of the policy")
+    recorded = Recorded.of(layout, logprobs.device, options, advantages, old_logprobs, rollout_logprobs, ref_logprobs)
+    return _evaluate(logprobs, entropy, active, layout, recorded, options)
+
+
+def linear_policy_loss(
+    hidden: Tensor,  # (B, T, D) or (N, D)
+    weight: Tensor,  # (V, D)
+    targets: Tensor,  # (B, T) or (N,)
+    advantages: Tensor,  # layout, (B,), (B, 1) or (S,)
+    *,
+    loss: str | Loss = "bapo",
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_topk_ids: Tensor | None = None,
+    rollout_topk_logprobs: Tensor | None = None,
+    correction: None = None,
+    aggregation: str | None = None,
+    normalizer: float | Tensor | None = None,
+    max_length: int | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coef: float = 0.0,
+    top_entropy: float | None = None,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    dp_group=None,
+    tp_group=None,
+    return_tokens: bool = False,
+    backend: str = "auto",
+    engine: str = "auto",
+    memory_budget: int | None = None,
+) -> PolicyLossOutput:
+    """Policy loss straight from hidden states and the head's weight: `linear_logprobs` and `policy_loss` in one call.
+
+    The logits are made a slice of the vocabulary at a time; rows that do not count are dropped before the head, and rows without a
+    gradient (masked, clipped, advantage 0) before the backward. Arguments are those of the two functions; `temperature` may also be
+    one for each packed sequence, (S,).
+
+    Args:
+        engine: "auto" or "recompute", which makes the logits again in the backward of the rows that have a gradient.
+
+    Returns:
+        `PolicyLossOutput(loss, metrics, tokens)`; `loss` is differentiable in `hidden`, `weight` and `bias`.
+    """
+    options = PolicyOptions(
+        loss, correction, aggregation, normalizer, max_length, kl_coef, kl_estimator, entropy_coef, top_entropy, dp_group, return_tokens
+    )
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    check_tensor("hidden", hidden, None)
+    check_tensor("targets", targets, hidden.device)
+    layout = Layout.of("hidden", hidden.shape[:-1], cu_seqlens, hidden.device)
+    recorded = Recorded.of(layout, hidden.device, options, advantages, old_logprobs, rollout_logprobs, ref_logprobs)
+    if isinstance(temperature, Tensor):
+        temperature = layout.expand("temperature", temperature)
+    statistics = linear_logprobs(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        mask=mask,
+        ignore_index=ignore_index,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        vocab_size=vocab_size,
+        return_entropy=True,
+        tp_group=tp_group,
+        backend=backend,
+        memory_budget=memory_budget,
+    )
+    active = targets != ignore_index
+    if mask is not None:
+        active = active & (mask != 0)
+    return _evaluate(statistics.logprobs, statistics.entropy, active, layout, recorded, options)
+
+
+def _check_layout(name: str, t: Tensor, layout: Layout, device: torch.device) -> None:
+    check_tensor(name, t, device)
+    if t.shape != layout.shape:
+        raise ValueError(f"{name} must have the layout's shape {tuple(layout.shape)}, got {shape_of(t)}")
+
+
+def bapo_bounds(
+    logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    loss: str | Loss = "bapo",
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    dp_group=None,
+) -> BapoBounds:
+    """The bounds that BAPO uses on this batch, found once where a trainer then calls the loss in pieces (`BAPO.fixed`).
+
+    Arguments as in `policy_loss`; `loss` is "bapo" or a `BAPO` object. No gradient and no host synchronisation.
+
+    Returns:
+        `BapoBounds(c_low, c_high, contribution, positive, negative)`, 0-d fp64 tensors on the batch's device. With S- = 0 the
+        contribution is 1 as a share and inf otherwise; with S+ = S- = 0 it is 0.
+    """
+    rule = losses.resolve(loss)
+    if not isinstance(rule, losses.BAPO):
+        raise ValueError(f"loss must be 'bapo' or a BAPO object, got {rule.name!r}")
+    options = PolicyOptions(rule, dp_group=dp_group)
+    layout, active = _layout_and_mask(logprobs, mask, cu_seqlens)
+    recorded = Recorded.of(layout, logprobs.device, options, advantages, old_logprobs, rollout_logprobs, None)
+    acc = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
+    return find_bounds(rule, _tokens(_clean(logprobs.detach(), active, acc), recorded, active, layout, dp_group))
+
+
+def _layout_and_mask(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
+    check_tensor("logprobs", logprobs, None)
+    if not logprobs.dtype.is_floating_point:
+        raise ValueError(f"logprobs must be floating point, got {logprobs.dtype}")
+    layout = Layout.of("logprobs", logprobs.shape, cu_seqlens, logprobs.device)
+    if mask is None:
+        return layout, torch.ones(layout.shape, dtype=torch.bool, device=logprobs.device)
+    _check_layout("mask", mask, layout, logprobs.device)
+    return layout, mask != 0
+
+
+def _clean(t: Tensor, active: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(active, t.to(dtype), 0.0)
+
+
+def _tokens(logprobs: Tensor, recorded: Recorded, active: Tensor, layout: Layout, dp_group) -> Tokens:
+    """What the rule sees; `logprobs` are clean already."""
+
+    def clean(t: Tensor) -> Tensor:
+        return _clean(t.detach(), active, logprobs.dtype)
+
+    old = logprobs.detach() if recorded.old_logprobs is None else clean(recorded.old_logprobs)
+    rollout = old if recorded.rollout_logprobs is None else clean(recorded.rollout_logprobs)
+    return Tokens(logprobs, old, rollout, clean(recorded.advantages), active, layout, dp_group)
+
+
+def _evaluate(
+    logprobs: Tensor, entropy: Tensor | None, active: Tensor, layout: Layout, recorded: Recorded, options: PolicyOptions
+) -> PolicyLossOutput:
+    acc = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
+    logprobs = logprobs.to(acc)
+    entropy = None if entropy is None else entropy.to(acc)
+    trains = torch.is_grad_enabled() and (logprobs.requires_grad or (entropy is not None and entropy.requires_grad))
+    plain = _plain_autograd.get()
+
+    # Coefficients are wanted even in inference mode, whose tensors cannot take part in autograd: `_clean` makes ordinary ones.
+    with torch.inference_mode(False), torch.set_grad_enabled(trains or options.return_tokens):
+        lp, h = _clean(logprobs, active, acc), None if entropy is None else _clean(entropy, active, acc)
+        if not (plain and trains):
+            lp = lp.detach().requires_grad_(torch.is_grad_enabled())
+            h = None if h is None else h.detach().requires_grad_(torch.is_grad_enabled() and options.entropy_coef != 0)
+        x = _tokens(lp, recorded, active, layout, options.dp_group)
+
+        term = options.rule.rule(x)
+        policy = term.loss
+        if options.top_entropy is not None:
+            assert h is not None
+            policy = torch.where(regularizers.highest_entropy(x, h, options.top_entropy), policy, 0.0)
+        per_token, kl = policy, None
+        if recorded.ref_logprobs is not None:
+            kl = regularizers.kl(options.kl_estimator, lp, _clean(recorded.ref_logprobs.detach(), active, acc))
+            per_token = per_token + options.kl_coef * kl
+        if options.entropy_coef != 0:
+            per_token = per_token - options.entropy_coef * h
+        weights = agg.token_weights(options.aggregation, active, layout, options.normalizer, options.max_length, acc)
+        total = x.active(weights * per_token).sum()
+
+        detail = None
+        if options.return_tokens:
+            (coef,) = _gradients(x.active(policy).sum(), (lp,), active)
+            clipped = torch.zeros_like(lp, dtype=torch.int8) if term.clipped is None else term.clipped
+            values = (lp, h, x.active(x.ratio), x.active(policy), coef, torch.where(active, clipped, 0))
+            detail = TokenDetail(*(None if v is None else v.detach() for v in values))
+        reported = metrics(x, term, x.active(weights * policy).sum(), kl, h)
+        if not trains:
+            total = total.detach()
+        elif not plain:
+            learned = (lp,) if options.entropy_coef == 0 else (lp, h)
+            inputs = (logprobs,) if options.entropy_coef == 0 else (logprobs, entropy)
+            total = _Attach.apply(total.detach(), *inputs, *_gradients(total, learned, active))
+    return PolicyLossOutput(total, reported, detail)
+
+
+def _gradients(scalar: Tensor, wrt: tuple[Tensor, ...], active: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of `scalar`, zero (by selection) where not active, and where it does not depend on them."""
+    if not scalar.requires_grad:
+        return tuple(torch.zeros_like(t) for t in wrt)
+    grads = torch.autograd.grad(scalar, wrt, retain_graph=True, materialize_grads=True)
+    return tuple(torch.where(active, g, 0.0) for g in grads)
+
+
+class _Attach(torch.autograd.Function):
+    """A scalar whose gradients in its inputs are known already."""
+
+    @staticmethod
+    def forward(ctx, total: Tensor, *inputs_and_gradients: Tensor):
+        count = len(inputs_and_gradients) // 2
+        ctx.save_for_backward(*inputs_and_gradients[count:])
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor):
+        gradients = ctx.saved_tensors
+        return None, *(upstream * g for g in gradients), *(None for _ in gradients)
+
+
+_plain_autograd: ContextVar[bool] = ContextVar("plain_autograd", default=False)
+
+
+@contextmanager
+def plain_autograd():
+    """Inside, totals keep the graph of their arithmetic instead of gradients worked out at once: the reference."""
+    token = _plain_autograd.set(True)
+    try:
+        yield
+    finally:
+        _plain_autograd.reset(token)

@@ -1,0 +1,68 @@
+"""What is added to the policy term: the KL estimators, and the choice of tokens by entropy."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from bapo_kernels.losses.base import MAX_LOG_RATIO, Tokens
+
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
+
+
+def kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Estimate of KL(pi || ref) for each token, differentiable in `logprobs`, with x = ref - logprobs (clamped before exp).
+
+    k1  -x                 unbiased value; as a loss its expected gradient is 0
+    k2  x^2 / 2            gradient of KL(pi || ref)
+    k3  e^x - x - 1        unbiased value >= 0; gradient of KL(ref || pi) in expectation
+    k3+                    value of k3 with the gradient of k2
+    Schulman 2020, "Approximating KL divergence".
+    """
+    x = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -x
+    half_square = x.square() / 2
+    if estimator == "k2":
+        return half_square
+    k3 = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - x - 1.0
+    return k3 if estimator == "k3" else k3.detach() + (half_square - half_square.detach())
+
+
+def highest_entropy(x: Tokens, entropy: Tensor, fraction: float) -> Tensor:
+    """Mask (layout) of the ceil(fraction * n) active tokens of highest entropy, ties at the threshold kept (Wang et al. 2025, the
+    80/20 rule, arXiv 2506.01939); over the global batch with x.dp_group."""
+    values = torch.where(x.mask, entropy.detach(), -torch.inf).flatten()
+    if x.dp_group is not None:
+        values = _gather(values, x.dp_group)
+    if values.numel() == 0:
+        return x.mask
+    count = (values > -torch.inf).sum()
+    # A hair less, so that 0.1 * 30 = 3.0000000000000004 keeps three.
+    keep = torch.ceil(count.double() * fraction - 1e-9).long().clamp(min=1)
+    threshold = values.sort(descending=True).values.gather(0, (keep - 1)[None])[0]
+    return x.mask & ~(entropy < threshold)  # an entropy of NaN stays, and shows
+
+
+def _gather(values: Tensor, group) -> Tensor:
+    """Concatenation over ranks, whose batches may differ in size."""
+    world = torch.distributed.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(world)]
+    torch.distributed.all_gather(sizes, torch.tensor([values.numel()], device=values.device), group=group)
+    longest = max(int(s) for s in sizes)
+    padded = torch.cat([values, values.new_full((longest - values.numel(),), -torch.inf)])
+    parts = [torch.empty_like(padded) for _ in range(world)]
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat(parts)
+
+
+def check(kl_coef: float, kl_estimator: str, entropy_coef: float, top_entropy: float | None) -> None:
+    for name, value in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if kl_estimator not in KL_ESTIMATORS:
+        raise ValueError(f"kl_estimator must be one of {', '.join(KL_ESTIMATORS)}, got {kl_estimator!r}")
+    if top_entropy is not None and (
+        isinstance(top_entropy, bool) or not isinstance(top_entropy, int | float) or not 0 < top_entropy <= 1
+    ):
+        raise ValueError(f"top_entropy must be a number in (0, 1] or None, got {top_entropy!r}")

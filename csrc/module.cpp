@@ -20,6 +20,7 @@ namespace bapo {
 namespace {
 
 // Tensors come by DLPack and are never copied (every argument is noconvert): results are written into the caller's memory.
+// Scalars are doubles whatever T: a DLPack capsule can be read once, so no overload may fail after it has read one of its own dtype.
 template <class T>
 using Rows = nb::ndarray<T, nb::ndim<2>, nb::device::cpu>;
 template <class T>
@@ -100,7 +101,7 @@ T *data(const char *name, const Maybe<T> &array, int64_t wanted) {
 }
 
 template <class T>
-Tile<T> make_tile(const Rows<T> &z, const Maybe<const T> &bias, T scale, T softcap, const Maybe<const T> &inv_temperature,
+Tile<T> make_tile(const Rows<T> &z, const Maybe<const T> &bias, double scale, double softcap, const Maybe<const T> &inv_temperature,
                   const Matrix<const int64_t> &ids, int64_t first_column) {
     const int64_t n = z.shape(0), w = z.shape(1);
     if (w > 1 && z.stride(1) != 1) throw nb::value_error("z must have columns next to each other (last stride 1)");
@@ -109,8 +110,8 @@ Tile<T> make_tile(const Rows<T> &z, const Maybe<const T> &bias, T scale, T softc
             w,
             z.stride(0),
             data("bias", bias, w),
-            scale,
-            softcap,
+            T(scale),
+            T(softcap),
             data("inv_temperature", inv_temperature, n),
             data("ids", ids, n),
             int64_t(ids.shape(1)),
@@ -118,7 +119,7 @@ Tile<T> make_tile(const Rows<T> &z, const Maybe<const T> &bias, T scale, T softc
 }
 
 template <class T>
-void fold(Rows<T> z, Maybe<const T> bias, T scale, T softcap, Maybe<const T> inv_temperature, Matrix<const int64_t> ids,
+void fold(Rows<T> z, Maybe<const T> bias, double scale, double softcap, Maybe<const T> inv_temperature, Matrix<const int64_t> ids,
           int64_t first_column, Vector<T> max, Vector<T> sum, Maybe<T> spread, Matrix<T> picked, int threads) {
     const Tile<T> tile = make_tile(z, bias, scale, softcap, inv_temperature, ids, first_column);
     const Fold<T> f{tile, data("max", max, tile.n), data("sum", sum, tile.n), data("spread", spread, tile.n),
@@ -128,7 +129,7 @@ void fold(Rows<T> z, Maybe<const T> bias, T scale, T softcap, Maybe<const T> inv
 }
 
 template <class T>
-void dlogits(Rows<T> z, Maybe<const T> bias, T scale, T softcap, Maybe<const T> inv_temperature, Matrix<const int64_t> ids,
+void dlogits(Rows<T> z, Maybe<const T> bias, double scale, double softcap, Maybe<const T> inv_temperature, Matrix<const int64_t> ids,
              int64_t first_column, Vector<const T> max, Vector<const T> log_sum, Vector<const T> weight_p, Maybe<const T> weight_h,
              Maybe<const T> entropy, Matrix<const T> picked_grad, int threads) {
     const Tile<T> tile = make_tile(z, bias, scale, softcap, inv_temperature, ids, first_column);

@@ -1,6 +1,7 @@
 """Binding of the compiled epilogues (csrc/): one pass in C++ over a tile that a GEMM just wrote, rows in parallel."""
 
-from functools import lru_cache
+from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -9,14 +10,16 @@ from torch.utils.dlpack import to_dlpack
 from bapo_kernels.head.chunked import Coefficients, LogitSpec, State, Statistics
 
 
-@lru_cache(maxsize=1)
+@cache
 def _load():
-    """The extension module, or the reason why there is none. torch is imported first, so both share its OpenMP runtime."""
+    """(module, None) or (None, the reason). torch is imported above, so that both share its OpenMP runtime."""
     try:
-        from bapo_kernels import _epilogues
-    except (ImportError, ValueError) as error:  # ValueError: BAPO_KERNELS_ISA names what this machine does not have
-        return None, f"the compiled CPU epilogues cannot be loaded ({error}); reinstall bapo-kernels with a C++17 compiler at hand"
-    return _epilogues, None
+        return import_module("bapo_kernels._epilogues"), None
+    except (ImportError, ValueError) as e:  # ValueError: BAPO_KERNELS_ISA names what this machine does not have
+        return (
+            None,
+            f"the compiled epilogues cannot be loaded ({e}); they come with an installation that has a C++ compiler",
+        )
 
 
 def available() -> str | None:
@@ -82,4 +85,5 @@ class CpuEpilogues:
 
     @staticmethod
     def _tile(z, bias, spec, inv_temperature, ids, first_column):
-        return (_share(z), _share(bias), spec.scale, spec.softcap or 0.0, _share(inv_temperature), _share(ids), first_column)
+        softcap = 0.0 if spec.softcap is None else float(spec.softcap)
+        return _share(z), _share(bias), float(spec.scale), softcap, _share(inv_temperature), _share(ids), first_column

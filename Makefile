@@ -1,0 +1,53 @@
+# Everything happens in .venv, with the versions of constraints.txt. The package is installed there in editable form: Python finds the
+# sources in the checkout and the compiled extension in the virtual environment, wherever it is started.
+PYTHON ?= python3
+EXTRAS ?= test,dev,demo
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALLED := $(VENV)/.installed
+CSRC := CMakeLists.txt $(wildcard csrc/*)
+
+# pytest-xdist starts one process per core, so each computes with one thread.
+SINGLE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+PYTEST_ARGS ?= -n auto
+
+.PHONY: help build demo test lint format clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+# torch goes first and by exact version: a free choice of version could bring gigabytes of CUDA libraries that nothing here needs.
+$(VENV)/.python: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(INSTALLED): $(VENV)/.python pyproject.toml $(CSRC)
+	$(PIP) install -c constraints.txt --no-build-isolation --editable ".[$(EXTRAS)]"
+	@touch $@
+
+build: $(INSTALLED)  ## Set up .venv and compile the extension
+
+demo: $(INSTALLED)  ## Self-check of the kernels, then a small training run
+	$(BIN)/python -m bapo_kernels.cli check --quick
+	$(BIN)/python demo/train.py
+
+test: $(INSTALLED)  ## The whole test suite
+	$(SINGLE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## Let ruff fix what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove .venv and everything built
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find bapo_kernels tests -name __pycache__ -type d -exec rm -rf {} +

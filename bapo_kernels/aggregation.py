@@ -37,7 +37,12 @@ def check(aggregation: str, normalizer: float | Tensor | None, max_length: int |
 
 
 def token_weights(
-    aggregation: str, mask: Tensor, layout: Layout, normalizer: float | Tensor | None, max_length: int | None, dtype: torch.dtype
+    aggregation: str,
+    mask: Tensor,
+    layout: Layout,
+    normalizer: float | Tensor | None,
+    max_length: int | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Weights in the batch's layout, 0 where `mask` is False."""
     active = mask.to(dtype)
@@ -52,6 +57,6 @@ def token_weights(
     weight = active / torch.where(count == 0, 1, count).to(dtype)
     if aggregation == "seq-mean-token-mean":
         weight = weight / layout.to_tokens(lengths.clamp(min=1.0))
-    if aggregation == "seq-mean-token-sum-norm":
+    if max_length is not None:  # seq-mean-token-sum-norm, by `check`
         weight = weight / max_length
     return weight

@@ -51,7 +51,7 @@ def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
         s_minus = torch.where(active & (advantage < 0), weight, 0.0) @ negative
         if x.dp_group is not None:
             sums = torch.cat([s_plus, s_minus])
-            torch.distributed.all_reduce(sums, group=x.dp_group)  # type: ignore[arg-type]
+            torch.distributed.all_reduce(sums, group=x.dp_group)
             s_plus, s_minus = sums.split([high.numel(), low.numel()])
 
         # The path of the search, as positions in the two grids.
@@ -62,7 +62,9 @@ def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
         i_high, i_low = (on_first, on_second) if loss.order == "high-first" else (on_second, on_first)
 
         contribution = _contribution(loss.contribution, s_plus[i_high], s_minus[i_low])
-        missed = (contribution < loss.target).to(torch.int64).cumprod(0).sum()  # points before the first that reaches the target
+        missed = (
+            (contribution < loss.target).to(torch.int64).cumprod(0).sum()
+        )  # points before the first that reaches the target
         at = missed.clamp(max=step.numel() - 1)
         at = torch.where((s_plus[0] == 0) | (s_minus[0] == 0), 0, at)
         return BapoBounds(low[i_low[at]], high[i_high[at]], contribution[at], s_plus[i_high[at]], s_minus[i_low[at]])

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,14 +29,25 @@ class Layout:
             raise ValueError(f"{name} must have the layout (B, T) or (N,), got a layout of {tuple(shape)}")
         if len(shape) != 1:
             raise ValueError(f"cu_seqlens describes a packed layout (N,), but {name} has the layout {tuple(shape)}")
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or not is_integer(cu_seqlens):
-            got = f"{cu_seqlens.dtype} {shape_of(cu_seqlens)}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        if (
+            not isinstance(cu_seqlens, Tensor)
+            or cu_seqlens.dim() != 1
+            or cu_seqlens.numel() < 1
+            or not is_integer(cu_seqlens)
+        ):
+            got = (
+                f"{cu_seqlens.dtype} {shape_of(cu_seqlens)}"
+                if isinstance(cu_seqlens, Tensor)
+                else type(cu_seqlens).__name__
+            )
             raise ValueError(f"cu_seqlens must be an integer tensor of shape (S + 1,), got {got}")
         if cu_seqlens.device.type == "cpu" or values_are_checked(device):
             edges = cu_seqlens.tolist()
-            if edges[0] != 0 or edges[-1] != shape[0] or any(a > b for a, b in zip(edges, edges[1:], strict=False)):
+            if edges[0] != 0 or edges[-1] != shape[0] or any(a > b for a, b in pairwise(edges)):
                 shown = ", ".join(map(str, edges[:8])) + (", ..." if len(edges) > 8 else "")
-                raise ValueError(f"cu_seqlens must rise from 0 to {shape[0]}, the tokens of {name} {tuple(shape)}, got [{shown}]")
+                raise ValueError(
+                    f"cu_seqlens must rise from 0 to {shape[0]}, the tokens of {name} {tuple(shape)}, got [{shown}]"
+                )
         return cls(shape, cu_seqlens.to(device=device, dtype=torch.int64), cu_seqlens.numel() - 1)
 
     @property

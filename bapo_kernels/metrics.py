@@ -6,7 +6,9 @@ from torch import Tensor
 from bapo_kernels.losses.base import TokenLoss, Tokens
 
 
-def metrics(x: Tokens, term: TokenLoss, policy_loss: Tensor, kl: Tensor | None, entropy: Tensor | None) -> dict[str, Tensor]:
+def metrics(
+    x: Tokens, term: TokenLoss, policy_loss: Tensor, kl: Tensor | None, entropy: Tensor | None
+) -> dict[str, Tensor]:
     """`kl` and `entropy` are per token, or None where not computed (then NaN). Means are over active tokens whatever the aggregation;
     over no token they are 0."""
     with torch.no_grad():

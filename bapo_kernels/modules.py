@@ -35,8 +35,8 @@ class LinearLogprobs(nn.Module):
 class LinearPolicyLoss(nn.Module):
     """`linear_policy_loss` with its keyword options given once.
 
-        criterion = LinearPolicyLoss(loss="dapo", temperature=0.7)
-        out = criterion(hidden, lm_head.weight, targets, advantages, mask=mask, old_logprobs=old)
+    criterion = LinearPolicyLoss(loss="dapo", temperature=0.7)
+    out = criterion(hidden, lm_head.weight, targets, advantages, mask=mask, old_logprobs=old)
     """
 
     def __init__(self, loss: str | Loss = "bapo", **options: Any):
@@ -45,7 +45,9 @@ class LinearPolicyLoss(nn.Module):
         _check_names("LinearPolicyLoss", linear_policy_loss, self.options)
         PolicyOptions(**{k: v for k, v in self.options.items() if k in PolicyOptions.__dataclass_fields__})
 
-    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, **inputs: Any) -> PolicyLossOutput:
+    def forward(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, **inputs: Any
+    ) -> PolicyLossOutput:
         return linear_policy_loss(hidden, weight, targets, advantages, **{**self.options, **inputs})
 
     def extra_repr(self) -> str:

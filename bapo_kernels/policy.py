@@ -59,17 +59,19 @@ class PolicyOptions:
 
     def __post_init__(self):
         object.__setattr__(self, "loss", losses.resolve(self.loss))
-        if self.aggregation is None:
-            object.__setattr__(self, "aggregation", self.rule.aggregation)
-        agg.check(self.aggregation, self.normalizer, self.max_length)
+        agg.check(self.own_aggregation, self.normalizer, self.max_length)
         regularizers.check(self.kl_coef, self.kl_estimator, self.entropy_coef, self.top_entropy)
         if self.correction is not None:
             raise ValueError(f"correction must be None in this version, got {self.correction!r}")
 
     @property
     def rule(self) -> Loss:
-        assert isinstance(self.loss, Loss)
+        assert isinstance(self.loss, Loss)  # since __post_init__
         return self.loss
+
+    @property
+    def own_aggregation(self) -> str:
+        return self.rule.aggregation if self.aggregation is None else self.aggregation
 
     @property
     def needs_entropy(self) -> bool:
@@ -100,7 +102,9 @@ class Recorded:
         if options.kl_coef == 0:
             ref_logprobs = None
         elif ref_logprobs is None:
-            raise ValueError(f"kl_coef={options.kl_coef} needs ref_logprobs: the reference model's log-probs of the targets")
+            raise ValueError(
+                f"kl_coef={options.kl_coef} needs ref_logprobs: the reference model's log-probs of the targets"
+            )
         given = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "ref_logprobs": ref_logprobs}
         for name, t in given.items():
             if t is not None:
@@ -168,7 +172,17 @@ def policy_loss(
         ValueError: naming the argument, what came and what is allowed, before any work.
     """
     options = PolicyOptions(
-        loss, correction, aggregation, normalizer, max_length, kl_coef, kl_estimator, entropy_coef, top_entropy, dp_group, return_tokens
+        loss,
+        correction,
+        aggregation,
+        normalizer,
+        max_length,
+        kl_coef,
+        kl_estimator,
+        entropy_coef,
+        top_entropy,
+        dp_group,
+        return_tokens,
     )
     layout, active = _layout_and_mask(logprobs, mask, cu_seqlens)
     if entropy is not None:
@@ -227,7 +241,17 @@ def linear_policy_loss(
         `PolicyLossOutput(loss, metrics, tokens)`; `loss` is differentiable in `hidden`, `weight` and `bias`.
     """
     options = PolicyOptions(
-        loss, correction, aggregation, normalizer, max_length, kl_coef, kl_estimator, entropy_coef, top_entropy, dp_group, return_tokens
+        loss,
+        correction,
+        aggregation,
+        normalizer,
+        max_length,
+        kl_coef,
+        kl_estimator,
+        entropy_coef,
+        top_entropy,
+        dp_group,
+        return_tokens,
     )
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -347,27 +371,39 @@ def _evaluate(
             kl = regularizers.kl(options.kl_estimator, lp, _clean(recorded.ref_logprobs.detach(), active, acc))
             per_token = per_token + options.kl_coef * kl
         if options.entropy_coef != 0:
+            assert h is not None
             per_token = per_token - options.entropy_coef * h
-        weights = agg.token_weights(options.aggregation, active, layout, options.normalizer, options.max_length, acc)
+        weights = agg.token_weights(
+            options.own_aggregation, active, layout, options.normalizer, options.max_length, acc
+        )
         total = x.active(weights * per_token).sum()
 
         detail = None
         if options.return_tokens:
-            (coef,) = _gradients(x.active(policy).sum(), (lp,), active)
+            (coef,) = _gradients(x.active(policy).sum(), [lp], active)
             clipped = torch.zeros_like(lp, dtype=torch.int8) if term.clipped is None else term.clipped
-            values = (lp, h, x.active(x.ratio), x.active(policy), coef, torch.where(active, clipped, 0))
-            detail = TokenDetail(*(None if v is None else v.detach() for v in values))
+            detail = TokenDetail(
+                logprobs=lp.detach(),
+                entropy=None if h is None else h.detach(),
+                ratio=x.active(x.ratio).detach(),
+                loss=x.active(policy).detach(),
+                coef=coef,
+                clipped=torch.where(active, clipped, 0),
+            )
         reported = metrics(x, term, x.active(weights * policy).sum(), kl, h)
         if not trains:
             total = total.detach()
         elif not plain:
-            learned = (lp,) if options.entropy_coef == 0 else (lp, h)
-            inputs = (logprobs,) if options.entropy_coef == 0 else (logprobs, entropy)
+            inputs, learned = [logprobs], [lp]
+            if options.entropy_coef != 0:
+                assert entropy is not None
+                assert h is not None
+                inputs, learned = [logprobs, entropy], [lp, h]
             total = _Attach.apply(total.detach(), *inputs, *_gradients(total, learned, active))
     return PolicyLossOutput(total, reported, detail)
 
 
-def _gradients(scalar: Tensor, wrt: tuple[Tensor, ...], active: Tensor) -> tuple[Tensor, ...]:
+def _gradients(scalar: Tensor, wrt: list[Tensor], active: Tensor) -> tuple[Tensor, ...]:
     """Gradients of `scalar`, zero (by selection) where not active, and where it does not depend on them."""
     if not scalar.requires_grad:
         return tuple(torch.zeros_like(t) for t in wrt)

@@ -31,14 +31,15 @@ class _Head(torch.autograd.Function):
         rows = Rows(selection.take(hidden), inputs.ids, inputs.inv_temperature)
         if selection.rows == 0:
             acc = inputs.dtype
-            stats = Statistics(*(hidden.new_zeros(s, dtype=acc) for s in ((0,), (0,), (0,), inputs.ids.shape)))
+            empty = hidden.new_zeros(0, dtype=acc)
+            stats = Statistics(empty, empty, empty if call.entropy else None, empty.reshape(inputs.ids.shape))
         else:
             stats = chunked.forward(call.backend, rows, weight, bias, inputs.spec, call.entropy, call.budget)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, stats.max, stats.log_sum, stats.entropy, stats.picked)
         logprobs = stats.logprobs.masked_fill(_padding(inputs.ids), 0.0)
-        return selection.put(logprobs), None if not call.entropy else selection.put(stats.entropy)
+        return selection.put(logprobs), None if stats.entropy is None else selection.put(stats.entropy)
 
     @staticmethod
     @once_differentiable
@@ -59,11 +60,14 @@ class _Head(torch.autograd.Function):
         inner = Selection.of(wanted)
         outer = counted.then(inner)
         if outer.rows == 0:
-            zeros = (torch.zeros_like(t) if t is not None and need else None for t, need in zip((hidden, weight, bias), needs, strict=True))
+            zeros = (
+                torch.zeros_like(t) if t is not None and need else None
+                for t, need in zip((hidden, weight, bias), needs, strict=True)
+            )
             return None, *zeros
 
         inv_temperature = None if inputs.inv_temperature is None else inner.take(inputs.inv_temperature)
-        stats = Statistics(*(None if t is None else inner.take(t) for t in saved))
+        stats = stats.map(inner.take)
         g_picked = inner.take(g_picked)
         slope = logit_slope(stats.picked, inputs.spec, inv_temperature)
         coef = Coefficients(

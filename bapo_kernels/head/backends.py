@@ -45,7 +45,9 @@ def _automatic(device_type: str) -> str:
     if fast is None:
         return "torch"
     if reason := unavailable(fast, torch.device(device_type)):
-        warnings.warn(f"bapo_kernels uses its slower PyTorch path: backend {fast!r} cannot be used ({reason})", stacklevel=5)
+        warnings.warn(
+            f"bapo_kernels uses its slower PyTorch path: backend {fast!r} cannot be used ({reason})", stacklevel=5
+        )
         return "torch"
     return fast
 
@@ -61,11 +63,11 @@ def _build(name: str) -> Backend:
 
 def resolve_budget(memory_budget: int | None) -> int:
     """Bytes for temporary tiles: the argument, else BAPO_KERNELS_MEMORY_BUDGET, else 256 MiB."""
-    name, value = "memory_budget", memory_budget
+    name: str = "memory_budget"
+    value: object = memory_budget
     if memory_budget is None:
-        if "BAPO_KERNELS_MEMORY_BUDGET" not in os.environ:
-            return DEFAULT_BUDGET
-        name, text = "BAPO_KERNELS_MEMORY_BUDGET", os.environ["BAPO_KERNELS_MEMORY_BUDGET"]
+        name = "BAPO_KERNELS_MEMORY_BUDGET"
+        text = os.environ.get(name, str(DEFAULT_BUDGET))
         value = int(text) if text.isdecimal() else text
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name} must be a number of bytes > 0, got {value!r}")

@@ -7,10 +7,11 @@ ever [N, V]: what lives at once is one tile of (rows of a block) x (columns of a
 Rows are what `autograd.py` selected: forward only rows that count, backward only rows that have a gradient.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Protocol
+from itertools import pairwise
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -33,12 +34,16 @@ class LogitSpec:
     softcap: float | None = None
 
 
+@dataclass
 class _PerRow:
     """Fields are tensors whose first axis is the row (or None)."""
 
-    def rows(self, index):
-        """The same fields for a slice of rows, or for a tensor of row numbers."""
-        return type(self)(*(None if v is None else v[index] for v in (getattr(self, f.name) for f in fields(self))))
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        values = (getattr(self, f.name) for f in fields(self))
+        return type(self)(*(None if v is None else function(v) for v in values))
+
+    def rows(self, block: slice) -> Self:
+        return self.map(lambda t: t[block])
 
 
 @dataclass
@@ -55,7 +60,9 @@ class State(_PerRow):
     max: Tensor  # (n,) m = max x, -inf at the start
     sum: Tensor  # (n,) sum exp(x - m)
     spread: Tensor | None  # (n,) sum exp(x - m) (x - m); only where the entropy is wanted
-    picked: Tensor  # (n, P) x at ids; NaN until its slice came by, so that an id outside the vocabulary never gets a number
+    picked: (
+        Tensor  # (n, P) x at ids; NaN until its slice came by, so that an id outside the vocabulary never gets a number
+    )
 
 
 @dataclass
@@ -92,13 +99,17 @@ class Slice:
 
 class Backend(Protocol):
     name: str
-    native_dtypes: bool  # reads hidden and weight in their own dtypes; otherwise they are upcast before, a slice at a time
+    native_dtypes: (
+        bool  # reads hidden and weight in their own dtypes; otherwise they are upcast before, a slice at a time
+    )
     tiles: tuple[int, int]  # tiles of logits alive at once, forward and backward: what a memory budget counts
 
     def fold(self, rows: Rows, part: Slice, spec: LogitSpec, state: State, tile: Tensor | None) -> None:
         """Fold the logits of `part` into `state`. `tile` is an (n, w) buffer, or None where `tiles[0]` is 0."""
 
-    def dlogits(self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor) -> None:
+    def dlogits(
+        self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
+    ) -> None:
         """Write the gradient of the products hidden . weight of `part` into `out` (n, w)."""
 
 
@@ -127,7 +138,7 @@ def _blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
     fit = max(MIN_ROWS, budget // max(bytes_per_row, 1))
     count = max(1, -(-rows // fit))
     edges = [rows * i // count for i in range(count + 1)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def _pad(t: Tensor) -> Tensor:
@@ -155,7 +166,7 @@ def forward(
     if not backend.native_dtypes:
         rows = Rows(rows.hidden.to(acc), rows.ids, rows.inv_temperature)
     if n < MIN_ROWS:
-        rows = Rows(*(None if t is None else _pad(t) for t in (rows.hidden, rows.ids, rows.inv_temperature)))
+        rows = rows.map(_pad)
     total = rows.hidden.shape[0]
     state = State(
         max=torch.full((total,), -torch.inf, dtype=acc, device=device),
@@ -165,7 +176,11 @@ def forward(
     )
     columns = min(slice_columns(weight.shape[1]), spec.vocab_size)
     blocks = _blocks(total, backend.tiles[0] * columns * acc.itemsize, budget)
-    tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device) if backend.tiles[0] else None
+    tile = (
+        torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
+        if backend.tiles[0]
+        else None
+    )
     with full_precision(device.type):
         for part in _slices(weight, bias, spec, acc, backend.native_dtypes):
             for block in blocks:
@@ -203,7 +218,9 @@ def backward(
     columns = min(slice_columns(hidden_size), spec.vocab_size)
     blocks = _blocks(n, backend.tiles[1] * columns * acc.itemsize, budget)
     tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
-    scratch = torch.empty(columns, hidden_size, dtype=acc, device=device) if need_weight and weight.dtype != acc else None
+    scratch = (
+        torch.empty(columns, hidden_size, dtype=acc, device=device) if need_weight and weight.dtype != acc else None
+    )
     with full_precision(device.type):
         for part in _slices(weight, bias, spec, acc, backend.native_dtypes):
             first, last = part.first, part.first + part.weight.shape[0]

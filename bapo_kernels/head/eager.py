@@ -15,7 +15,14 @@ class Epilogues(Protocol):
     tiles: tuple[int, int]  # tiles alive at once, forward and backward, z included
 
     def fold(
-        self, z: Tensor, bias: Tensor | None, spec: LogitSpec, inv_temperature: Tensor | None, ids: Tensor, first_column: int, state: State
+        self,
+        z: Tensor,
+        bias: Tensor | None,
+        spec: LogitSpec,
+        inv_temperature: Tensor | None,
+        ids: Tensor,
+        first_column: int,
+        state: State,
     ) -> None: ...
 
     def dlogits(
@@ -45,7 +52,9 @@ class GemmBackend:
         torch.mm(rows.hidden, part.weight.t(), out=tile)
         self.epilogues.fold(tile, part.bias, spec, rows.inv_temperature, rows.ids, part.first, state)
 
-    def dlogits(self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor) -> None:
+    def dlogits(
+        self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
+    ) -> None:
         torch.mm(rows.hidden, part.weight.t(), out=out)
         self.epilogues.dlogits(out, part.bias, spec, rows.inv_temperature, rows.ids, part.first, stats, coef)
 

@@ -70,26 +70,36 @@ def head_inputs(
         _check_id_range("topk_ids", ids[:, 1:].masked_fill(ids[:, 1:] == -1, 0), spec.vocab_size)
     acc = accumulation_dtype(hidden, weight, bias)
     inv_temperature = _inverse_temperature(temperature, layout, selection, acc, device)
-    return HeadInputs(layout, hidden.reshape(rows, hidden.shape[-1]), weight, bias, selection, ids, inv_temperature, spec)
+    return HeadInputs(
+        layout, hidden.reshape(rows, hidden.shape[-1]), weight, bias, selection, ids, inv_temperature, spec
+    )
 
 
 def check_head_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
     """`prefix` names the side: "" or "rollout_"."""
     h, w, b = f"{prefix}hidden", f"{prefix}weight", f"{prefix}bias"
+    check_tensor(h, hidden, None)
     for name, t in ((h, hidden), (w, weight), (b, bias)):
         if t is None and name == b:
             continue
-        check_tensor(name, t, hidden.device if isinstance(hidden, Tensor) else None)
+        check_tensor(name, t, hidden.device)
+        assert t is not None
         if not t.dtype.is_floating_point:
             raise ValueError(f"{name} must be floating point, got {t.dtype}")
     if hidden.dim() < 1:
         raise ValueError(f"{h} must have shape (..., D), got a scalar")
-    if weight.dim() == 2 and weight.shape[0] == 0 or weight.dim() == 1:
-        raise ValueError(f"{w} has shape {shape_of(weight)}, not (V, D): is it a shard (ZeRO-3, FSDP)? Gather it before the call")
+    if weight.dim() == 1 or (weight.dim() == 2 and weight.shape[0] == 0):
+        raise ValueError(
+            f"{w} has shape {shape_of(weight)}, not (V, D): is it a shard (ZeRO-3, FSDP)? Gather it before the call"
+        )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"{w} must have shape (V, {hidden.shape[-1]}) to go with {h} {shape_of(hidden)}, got {shape_of(weight)}")
+        raise ValueError(
+            f"{w} must have shape (V, {hidden.shape[-1]}) to go with {h} {shape_of(hidden)}, got {shape_of(weight)}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{b} must have shape ({weight.shape[0]},) to go with {w} {shape_of(weight)}, got {shape_of(bias)}")
+        raise ValueError(
+            f"{b} must have shape ({weight.shape[0]},) to go with {w} {shape_of(weight)}, got {shape_of(bias)}"
+        )
 
 
 def logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab_size: int | None) -> LogitSpec:
@@ -100,7 +110,9 @@ def logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab_
     if vocab_size is None:
         vocab_size = weight.shape[0]
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or not 1 <= vocab_size <= weight.shape[0]:
-        raise ValueError(f"vocab_size must be an integer in [1, {weight.shape[0]}], the rows of weight {shape_of(weight)}, got {vocab_size!r}")
+        raise ValueError(
+            f"vocab_size must be an integer in [1, {weight.shape[0]}], the rows of weight {shape_of(weight)}, got {vocab_size!r}"
+        )
     return LogitSpec(vocab_size, float(logit_scale), None if softcap is None else float(softcap))
 
 
@@ -110,7 +122,11 @@ def _inverse_temperature(
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be a number > 0 or a tensor of them, got {temperature!r}")
-        return None if temperature == 1 else torch.full((selection.rows,), 1.0 / float(temperature), dtype=acc, device=device)
+        return (
+            None
+            if temperature == 1
+            else torch.full((selection.rows,), 1.0 / float(temperature), dtype=acc, device=device)
+        )
     check_tensor("temperature", temperature, device)
     per_sequence = [layout[:1], torch.Size((*layout[:1], 1))] if len(layout) == 2 else []
     if temperature.shape != layout:

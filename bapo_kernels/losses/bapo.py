@@ -53,7 +53,11 @@ class BAPO(Loss):
                 object.__setattr__(self, name, value := tuple(value))
             self._require(name, isinstance(value, tuple) and len(value) == 2, "a pair (start, end) of ratio bounds")
             if value[0] is not value[1]:  # a bound fixed to a tensor is one object twice; its value stays on the device
-                self._require(name, all(map(is_number, value)) and 0 <= value[0] <= value[1], "(start, end) with 0 <= start <= end")
+                self._require(
+                    name,
+                    all(map(is_number, value)) and 0 <= value[0] <= value[1],
+                    "(start, end) with 0 <= start <= end",
+                )
             elif not isinstance(value[0], Tensor):
                 self._require(name, is_number(value[0]) and value[0] >= 0, "(start, end) with 0 <= start <= end")
         for name, allowed in (

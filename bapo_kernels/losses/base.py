@@ -60,7 +60,9 @@ class TokenLoss:
     """What a rule returns."""
 
     loss: Tensor  # per token, before aggregation
-    clipped: Tensor | None = None  # int8: +1 stopped by the upper bound (or the dual clip), -1 by the lower; None: never
+    clipped: Tensor | None = (
+        None  # int8: +1 stopped by the upper bound (or the dual clip), -1 by the lower; None: never
+    )
     metrics: dict[str, Tensor] = field(default_factory=dict)  # 0-d, detached
 
 
@@ -84,7 +86,9 @@ class Loss:
             if optional and value is None:
                 continue
             ok = is_number(value) and (value > low if strict else value >= low)
-            self._require(name, ok, f"a finite number {'>' if strict else '>='} {low:g}{' or None' if optional else ''}")
+            self._require(
+                name, ok, f"a finite number {'>' if strict else '>='} {low:g}{' or None' if optional else ''}"
+            )
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(self))})"  # type: ignore[arg-type]

@@ -17,7 +17,11 @@ from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 
 
 def clipped_surrogate(
-    x: Tokens, low: float | Tensor, high: float | Tensor, dual_clip: float | None = None, metrics: dict[str, Tensor] | None = None
+    x: Tokens,
+    low: float | Tensor,
+    high: float | Tensor,
+    dual_clip: float | None = None,
+    metrics: dict[str, Tensor] | None = None,
 ) -> TokenLoss:
     """The surrogate with bounds on the ratio: numbers, or tensors that broadcast over tokens."""
     ratio, advantage = x.ratio, x.advantages

@@ -1,0 +1,22 @@
+"""The command line: `bapo-kernels check` and `bapo-kernels env`."""
+
+import argparse
+from collections.abc import Sequence
+
+from bapo_kernels.cli import check
+from bapo_kernels.environment import env_report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="bapo-kernels", description="Fused LM head and policy losses: is this machine computing them right?"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    check.add_parser(commands)
+    commands.add_parser("env", help="versions, devices and usable backends, for a bug report")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "check":
+        return check.run(arguments)
+    for key, value in env_report().items():
+        print(f"{key:<26}{value}")
+    return 0

@@ -75,12 +75,13 @@ auto dlogits_of(const Kernels *k) {
         return k->dlogits_f64;
 }
 
-template <class Row>
-void for_rows(int64_t n, int threads, Row row) {
+template <class T, class Row>
+void for_rows(const Tile<T> &tile, int threads, Row row) {
     nb::gil_scoped_release release;
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > 1)
-    for (int64_t i = 0; i < n; ++i) row(i);
+    if (tile.n * tile.w < (1 << 14)) threads = 1;  // a few microseconds of work: waking a thread takes as long
+    (void)threads;                                 // unused without OpenMP
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < tile.n; ++i) row(i);
 }
 
 void check_size(const char *name, int64_t got, int64_t wanted) {
@@ -125,7 +126,7 @@ void fold(Rows<T> z, Maybe<const T> bias, double scale, double softcap, Maybe<co
     const Fold<T> f{tile, data("max", max, tile.n), data("sum", sum, tile.n), data("spread", spread, tile.n),
                     data("picked", picked, tile.n)};
     check_size("a row of picked", picked.shape(1), tile.ids_per_row);
-    for_rows(tile.n, threads, [&, row_kernel = fold_of<T>(kernels)](int64_t row) { row_kernel(f, row); });
+    for_rows(tile, threads, [&, row_kernel = fold_of<T>(kernels)](int64_t row) { row_kernel(f, row); });
 }
 
 template <class T>
@@ -142,7 +143,7 @@ void dlogits(Rows<T> z, Maybe<const T> bias, double scale, double softcap, Maybe
                        data("picked_grad", picked_grad, tile.n)};
     check_size("a row of picked_grad", picked_grad.shape(1), tile.ids_per_row);
     if (g.weight_h && !g.entropy) throw nb::value_error("weight_h needs entropy");
-    for_rows(tile.n, threads, [&, row_kernel = dlogits_of<T>(kernels)](int64_t row) { row_kernel(g, row); });
+    for_rows(tile, threads, [&, row_kernel = dlogits_of<T>(kernels)](int64_t row) { row_kernel(g, row); });
 }
 
 template <class T>

@@ -10,6 +10,7 @@ from bapo_kernels.head.chunked import Backend
 from bapo_kernels.head.cpu import CpuEpilogues
 from bapo_kernels.head.cpu import available as cpu_unavailable
 from bapo_kernels.head.eager import GemmBackend, TorchEpilogues
+from bapo_kernels.head.triton import available as triton_unavailable
 
 NAMES = ("auto", "triton", "cpu", "torch", "reference")
 DEFAULT_BUDGET = 256 * 2**20
@@ -20,11 +21,7 @@ def unavailable(name: str, device: torch.device) -> str | None:
     if name == "cpu":
         return cpu_unavailable() if device.type == "cpu" else f"it works on CPU tensors, not on {device.type}"
     if name == "triton":
-        try:
-            from bapo_kernels.head import triton
-        except ImportError as e:
-            return f"triton cannot be imported ({e})"
-        return triton.available(device)
+        return triton_unavailable(device)
     return None
 
 
@@ -55,9 +52,9 @@ def _automatic(device_type: str) -> str:
 @cache
 def _build(name: str) -> Backend:
     if name == "triton":
-        from bapo_kernels.head import triton
+        from bapo_kernels.head.triton.backend import TritonBackend
 
-        return triton.TritonBackend()
+        return TritonBackend()
     return GemmBackend(CpuEpilogues() if name == "cpu" else TorchEpilogues())
 
 

@@ -154,8 +154,9 @@ def policy_loss(
         entropy: per-token entropy; needed by `entropy_coef` and `top_entropy`, otherwise only reported.
         topk_logprobs, rollout_topk_ids, rollout_topk_logprobs: log-probs at recorded ids, for losses that read them.
         mask: tokens that count (bool or 0-1). What a masked token holds, in any input, changes nothing.
-        old_logprobs: proximal policy, the denominator of the ratio; None: the current one (on-policy, ratio 1).
-        rollout_logprobs: behaviour policy, as recorded by the sampler; None: old_logprobs.
+        old_logprobs: proximal policy, the denominator of the ratio; None: the current one (on-policy, ratio 1). Where a trainer does
+            not recompute them, pass the sampler's here too: `rollout_logprobs` alone does not enter the ratio.
+        rollout_logprobs: behaviour policy, as recorded by the sampler (BAPO's token weights); None: old_logprobs.
         aggregation: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm" (with `max_length`) or
             "token-sum"; None: the loss's own.
         normalizer: replaces the count of tokens (token-mean) or sequences. With the global count, micro-batches and ranks add up.

@@ -50,11 +50,11 @@ def token_weights(
         return active
     lengths = layout.sequence_sum(active)
     if normalizer is None:
-        count = active.sum() if aggregation == "token-mean" else (lengths > 0).sum()
+        count = active.sum() if aggregation == "token-mean" else (lengths > 0).sum().to(dtype)
     else:
-        count = torch.as_tensor(normalizer, dtype=dtype, device=mask.device)
+        count = normalizer.detach().to(dtype) if isinstance(normalizer, Tensor) else active.new_full((), normalizer)
     # A count of 0 comes with no active token (then every weight is 0 anyway).
-    weight = active / torch.where(count == 0, 1, count).to(dtype)
+    weight = active / torch.where(count == 0, 1.0, count)
     if aggregation == "seq-mean-token-mean":
         weight = weight / layout.to_tokens(lengths.clamp(min=1.0))
     if max_length is not None:  # seq-mean-token-sum-norm, by `check`

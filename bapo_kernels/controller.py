@@ -66,18 +66,20 @@ def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
             (contribution < loss.target).to(torch.int64).cumprod(0).sum()
         )  # points before the first that reaches the target
         at = missed.clamp(max=step.numel() - 1)
-        at = torch.where((s_plus[0] == 0) | (s_minus[0] == 0), 0, at)
-        return BapoBounds(low[i_low[at]], high[i_high[at]], contribution[at], s_plus[i_high[at]], s_minus[i_low[at]])
+        at = torch.where((s_plus[0] == 0) | (s_minus[0] == 0), 0, at).reshape(1)
+        # Indices of one element, not of none: indexing by a 0-d tensor would read it on the host.
+        found = (low[i_low[at]], high[i_high[at]], contribution[at], s_plus[i_high[at]], s_minus[i_low[at]])
+        return BapoBounds(*(t.squeeze(0) for t in found))
 
 
 def _grid(bounds: tuple[float | Tensor, float | Tensor], step: float, device: torch.device) -> Tensor:
     """start, start + step, ... up to and including end. Points are start + i * step: adding up would drift past the end."""
     start, end = bounds
-    if start is end:
-        return torch.as_tensor(start, dtype=torch.float64, device=device).reshape(1)
+    if start is end and isinstance(start, Tensor):
+        return start.to(device=device, dtype=torch.float64).reshape(1)
     assert not isinstance(start, Tensor) and not isinstance(end, Tensor)
     count = int((end - start) / step + 1e-9) + 1
-    return torch.tensor([min(start + i * step, end) for i in range(count)], dtype=torch.float64, device=device)
+    return (start + step * torch.arange(count, dtype=torch.float64, device=device)).clamp(max=end)
 
 
 def _contribution(kind: str, positive: Tensor, negative: Tensor) -> Tensor:

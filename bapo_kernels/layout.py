@@ -22,10 +22,8 @@ class Layout:
     def of(cls, name: str, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> "Layout":
         """The layout of a batch of `shape`; `name` is the argument the shape came from. A 1-D batch without cu_seqlens is one sequence."""
         if cu_seqlens is None:
-            if len(shape) == 2:
-                return cls(shape, None, shape[0])
-            if len(shape) == 1:
-                return cls(shape, torch.tensor([0, shape[0]], device=device), 1)
+            if len(shape) in (1, 2):
+                return cls(shape, None, shape[0] if len(shape) == 2 else 1)
             raise ValueError(f"{name} must have the layout (B, T) or (N,), got a layout of {tuple(shape)}")
         if len(shape) != 1:
             raise ValueError(f"cu_seqlens describes a packed layout (N,), but {name} has the layout {tuple(shape)}")
@@ -50,14 +48,10 @@ class Layout:
                 )
         return cls(shape, cu_seqlens.to(device=device, dtype=torch.int64), cu_seqlens.numel() - 1)
 
-    @property
-    def padded(self) -> bool:
-        return self.cu_seqlens is None
-
     def sequence_sum(self, t: Tensor) -> Tensor:
         """(layout) -> (sequences,), differentiable; the order of summation is fixed."""
         if self.cu_seqlens is None:
-            return t.sum(1)
+            return t.reshape(self.sequences, self.shape[-1]).sum(1)
         if t.numel() == 0:
             return t.new_zeros(self.sequences)
         return torch.segment_reduce(t, "sum", offsets=self.cu_seqlens, unsafe=True, initial=0)
@@ -65,7 +59,7 @@ class Layout:
     def to_tokens(self, per_sequence: Tensor) -> Tensor:
         """(sequences,) -> (layout): each token gets its sequence's value."""
         if self.cu_seqlens is None:
-            return per_sequence[:, None].expand(self.shape)
+            return per_sequence[:, None].expand(self.sequences, self.shape[-1]).reshape(self.shape)
         position = torch.arange(self.shape[0], device=per_sequence.device)
         return per_sequence[torch.searchsorted(self.cu_seqlens[1:], position, right=True)]
 
@@ -73,7 +67,7 @@ class Layout:
         """An input given per token (layout), or per sequence ((B,), (B, 1) padded; (S,) packed, unless S == N), as (layout)."""
         if t.shape == self.shape:
             return t
-        per_sequence = [(self.sequences,), (self.sequences, 1)] if self.padded else [(self.sequences,)]
+        per_sequence = [(self.sequences,), (self.sequences, 1)][: len(self.shape)]
         if tuple(t.shape) in per_sequence:
             return self.to_tokens(t.reshape(self.sequences))
         allowed = " or ".join(str(s) for s in [tuple(self.shape), *per_sequence])

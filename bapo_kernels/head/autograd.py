@@ -66,7 +66,7 @@ class _Head(torch.autograd.Function):
             )
             return None, *zeros
 
-        inv_temperature = None if inputs.inv_temperature is None else inner.take(inputs.inv_temperature)
+        inv_temperature = None if inputs.inv_temperature is None else inner.take(inputs.inv_temperature, fill=1)
         stats = stats.map(inner.take)
         g_picked = inner.take(g_picked)
         slope = logit_slope(stats.picked, inputs.spec, inv_temperature)

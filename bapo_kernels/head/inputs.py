@@ -134,12 +134,9 @@ def _inverse_temperature(
             allowed = " or ".join(str(tuple(s)) for s in [layout, *per_sequence])
             raise ValueError(f"temperature must be a number or have shape {allowed}, got {shape_of(temperature)}")
         temperature = temperature.reshape(-1, 1).expand(layout)
-    # A row that is not selected may hold a 0 here; `take` leaves it 0 in mask mode, and its logits are never used.
-    taken = selection.take(temperature.detach().reshape(layout.numel())).to(acc)
+    taken = selection.take(temperature.detach().reshape(layout.numel()), fill=1).to(acc)
     if values_are_checked(device) and not bool((taken > 0).all()):
         raise ValueError(f"temperature must be > 0 in every active row, got {float(taken.min())}")
-    if selection.mask is not None:
-        taken = torch.where(selection.mask, taken, 1.0)
     return taken.reciprocal()
 
 

@@ -27,11 +27,12 @@ class Selection:
     def rows(self) -> int:
         return self.total if self.index is None else self.index.shape[0]
 
-    def take(self, t: Tensor) -> Tensor:
+    def take(self, t: Tensor, fill: float = 0) -> Tensor:
+        """(N, ...) to (n, ...); rows that are only masked hold `fill`."""
         if self.index is not None:
             return t[self.index]
         if self.mask is not None:
-            return torch.where(_like(self.mask, t), t, torch.zeros((), dtype=t.dtype, device=t.device))
+            return torch.where(self.mask.view(-1, *(1,) * (t.dim() - 1)), t, t.new_full((), fill))
         return t
 
     def put(self, t: Tensor) -> Tensor:
@@ -50,7 +51,3 @@ class Selection:
             return Selection(self.total, index=self.index[inner.index])
         assert self.mask is not None and inner.mask is not None  # one capture state for both
         return Selection(self.total, mask=self.mask & inner.mask)
-
-
-def _like(mask: Tensor, t: Tensor) -> Tensor:
-    return mask.view(-1, *(1,) * (t.dim() - 1))

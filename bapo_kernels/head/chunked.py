@@ -8,13 +8,14 @@ Rows are what `autograd.py` selected: forward only rows that count, backward onl
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
+
+from bapo_kernels.head.precision import full_precision
 
 # A tile of 4096 columns stays in a CPU's shared cache at the row counts of a micro-batch, and is wide enough for full GEMM speed.
 # With very wide heads the slice of the weight, not the tile, is what takes memory: bound it too.
@@ -143,18 +144,6 @@ def _blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
 
 def _pad(t: Tensor) -> Tensor:
     return t if t.shape[0] >= MIN_ROWS else torch.cat([t, t.new_zeros(MIN_ROWS - t.shape[0], *t.shape[1:])])
-
-
-@contextmanager
-def full_precision(device_type: str):
-    """GEMMs inside multiply in the dtype they are given: no tf32, no bf16 behind an fp32 matmul, no autocast."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device_type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def forward(

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from bapo_kernels.head.chunked import full_precision
 from bapo_kernels.head.inputs import HeadInputs
+from bapo_kernels.head.precision import full_precision
 
 
 def run(inputs: HeadInputs, entropy: bool) -> tuple[Tensor, Tensor | None]:

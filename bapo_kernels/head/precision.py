@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 # The newer of PyTorch's two ways to set this: the older one raises where a program has used both.
-_SETTINGS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+_SETTINGS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 _lock = threading.Lock()
 _inside = 0
 _before: list[str] = []

@@ -1,0 +1,69 @@
+"""Forward tile: logits of BN rows x BV columns, reduced to partial statistics of each row. The logits are never written."""
+
+import triton
+import triton.language as tl
+
+from bapo_kernels.head.triton.tile import FLOOR, at_least_floor, column_of, logits, products, tile_of_program
+
+
+@triton.jit(do_not_specialize=["n", "w", "first"])
+def fold_tile(
+    hidden,  # (n, D)
+    weight,  # (w, D)
+    bias,  # (w,) or None
+    inv_temperature,  # (n,) or None
+    ids,  # (n, P): column 0, the target, is what is picked here
+    picked,  # (n, P) x at ids; written where the id is in the slice
+    part_max,  # (tiles, n) m = max x, -inf where every x is
+    part_sum,  # (tiles, n) sum exp(x - m)
+    part_spread,  # (tiles, n) sum exp(x - m) (x - m), or None
+    n,
+    w,
+    D,
+    first,  # vocabulary id of column 0
+    scale,  # or None
+    softcap,  # or None
+    stride_hn,
+    stride_hd,
+    stride_wv,
+    stride_wd,
+    stride_in,
+    stride_pn,
+    DOT: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    EVEN_W: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+    BD: tl.constexpr,
+):
+    ACC: tl.constexpr = part_max.dtype.element_ty
+    i_n, i_v = tile_of_program(n, w, BN, BV)
+    o_n = i_n * BN + tl.arange(0, BN)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_n = o_n < n
+    row = tl.minimum(o_n, n - 1)  # rows and columns past the end compute their last neighbour again
+    column = tl.minimum(o_v, w - 1)
+
+    z = products(hidden, weight, row, column, D, stride_hn, stride_hd, stride_wv, stride_wd, ACC, DOT, BD, EVEN_D)
+    b_bias = None if bias is None else tl.load(bias + column)[None, :]
+    b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
+    x, _ = logits(z, b_bias, b_inv_t, scale, softcap)
+
+    row = row.to(tl.int64)
+    target = column_of(tl.load(ids + row * stride_in), first, w)
+    here = m_n & (target >= i_v * BV) & (target < i_v * BV + BV)
+    x_target = tl.sum(tl.where(o_v[None, :] == target[:, None], x, 0.0), 1)
+    tl.store(picked + row * stride_pn, x_target, here)
+
+    if not EVEN_W:
+        x = tl.where(o_v[None, :] < w, x, FLOOR)
+    x = at_least_floor(x)
+    m = tl.max(x, 1)
+    some = m > FLOOR  # otherwise any finite reference gives exp(FLOOR) = 0
+    x -= tl.where(some, m, 0.0)[:, None]
+    e = tl.exp(x)
+    part = i_v.to(tl.int64) * n + o_n
+    tl.store(part_max + part, tl.where(some, m, float("-inf")), m_n)
+    tl.store(part_sum + part, tl.sum(e, 1), m_n)
+    if part_spread is not None:
+        tl.store(part_spread + part, tl.sum(e * x, 1), m_n)

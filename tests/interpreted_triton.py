@@ -1,0 +1,307 @@
+"""The Triton kernels against fp64, in Triton's interpreter. Collected only by `test_triton_interpreter.py`, which turns it on."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_kernels.head import chunked
+from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics, accumulation_dtype
+from bapo_kernels.head.eager import GemmBackend, TorchEpilogues
+from bapo_kernels.head.triton.backend import INTERPRETED, TritonBackend
+from bapo_kernels.head.triton.configs import Config
+
+assert INTERPRETED, "run with TRITON_INTERPRET=1"
+
+TRITON = TritonBackend()
+TORCH = GemmBackend(TorchEpilogues())
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A head of V columns in slices that end at `cuts`. The sizes leave a remainder against the interpreter's blocks."""
+
+    n: int = 17
+    V: int = 129
+    D: int = 65
+    K: int = 5
+    hidden: torch.dtype = F32
+    weight: torch.dtype = F32
+    bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: bool = False
+    entropy: bool = True
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def spec(self) -> LogitSpec:
+        return LogitSpec(self.V, self.scale, self.softcap)
+
+
+ALL = Case(bias=True, scale=0.75, softcap=5.0, temperature=True)
+CASES = {
+    "one-of-each": Case(n=1, V=1, D=1, K=0),
+    "plain": Case(),
+    "no-entropy": Case(entropy=False),
+    "target-only": Case(K=0),
+    "scale": Case(scale=0.75),
+    "softcap": Case(softcap=5.0),
+    "bias": Case(bias=True),
+    "temperature": Case(temperature=True),
+    "all": ALL,
+    "all-fp64": replace(ALL, hidden=F64, weight=F64),
+    "all-bf16": replace(ALL, hidden=BF16, weight=BF16),
+    "all-fp16": replace(ALL, hidden=F16, weight=F16),
+    "bf16-on-fp32": replace(ALL, hidden=BF16, n=3),
+    "fp16-on-bf16": replace(ALL, hidden=F16, weight=BF16, n=3),
+    "fp32-on-fp64": replace(ALL, weight=F64, n=3),
+    "slices": Case(cuts=(1, 70), bias=True),
+    "blocks-filled": Case(n=32, V=64, D=64, K=4),
+}
+
+
+@dataclass
+class Problem:
+    rows: Rows
+    weight: Tensor
+    bias: Tensor | None
+    coef: Coefficients  # in fp64
+
+    def to_fp64(self) -> "Problem":
+        bias = None if self.bias is None else self.bias.double()
+        inv = self.rows.inv_temperature
+        rows = Rows(self.rows.hidden.double(), self.rows.ids, None if inv is None else inv.double())
+        return Problem(rows, self.weight.double(), bias, self.coef)
+
+
+def make(case: Case) -> Problem:
+    g = torch.Generator().manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=F64)
+
+    hidden, weight = normal(case.n, case.D).to(case.hidden), (0.3 * normal(case.V, case.D)).to(case.weight)
+    acc = accumulation_dtype(hidden, weight)
+    ids = torch.randint(0, case.V, (case.n, 1 + case.K), generator=g)
+    if case.K >= 3:
+        ids[0, 2] = -1
+        ids[-1, 3] = ids[-1, 2]  # twice among the recorded ids
+        ids[-1, 1] = ids[-1, 0]  # the target once more
+    inv_temperature = (0.5 + torch.rand(case.n, generator=g, dtype=F64)).to(acc) if case.temperature else None
+    bias = normal(case.V).to(acc) if case.bias else None
+    coef = Coefficients(normal(case.n), normal(case.n) if case.entropy else None, normal(case.n, 1 + case.K))
+    return Problem(Rows(hidden, ids, inv_temperature), weight, bias, coef)
+
+
+def slices(case: Case, weight: Tensor, bias: Tensor | None):
+    edges = (0, *case.cuts, case.V)
+    for a, b in pairwise(edges):
+        yield Slice(weight[a:b], None if bias is None else bias[a:b], a)
+
+
+def fold(backend, case: Case, p: Problem) -> State:
+    n, acc = case.n, accumulation_dtype(p.rows.hidden, p.weight)
+    spread = torch.zeros(n, dtype=acc) if case.entropy else None
+    state = State(
+        torch.full((n,), -torch.inf, dtype=acc),
+        torch.zeros(n, dtype=acc),
+        spread,
+        torch.full(p.rows.ids.shape, torch.nan, dtype=acc),
+    )
+    for part in slices(case, p.weight, p.bias):
+        tile = torch.full((n, part.weight.shape[0]), torch.nan, dtype=acc) if backend.tiles[0] else None
+        backend.fold(p.rows, part, case.spec, state, tile)
+    return state
+
+
+def statistics(state: State) -> Statistics:
+    log_sum = state.sum.log()
+    entropy = None if state.spread is None else log_sum - state.spread / state.sum
+    return Statistics(state.max, log_sum, entropy, state.picked)
+
+
+def dlogits(backend, case: Case, p: Problem, stats: Statistics) -> Tensor:
+    acc = accumulation_dtype(p.rows.hidden, p.weight)
+    entropy = None if p.coef.entropy is None else p.coef.entropy.to(acc)
+    coef = Coefficients(p.coef.probability.to(acc), entropy, p.coef.picked_grad.to(acc))
+    tiles = []
+    for part in slices(case, p.weight, p.bias):
+        tiles.append(torch.full((case.n, part.weight.shape[0]), torch.nan, dtype=acc))
+        backend.dlogits(p.rows, part, case.spec, stats, coef, tiles[-1])
+    return torch.cat(tiles, 1)
+
+
+def results(backend, case: Case, p: Problem) -> dict[str, Tensor]:
+    stats = statistics(fold(backend, case, p))
+    out = {"max": stats.max, "log_sum": stats.log_sum, "entropy": stats.entropy, "logprobs": stats.logprobs}
+    return {k: v for k, v in out.items() if v is not None} | {"dz": dlogits(backend, case, p, stats)}
+
+
+def assert_right(case: Case, p: Problem, got: dict[str, Tensor] | None = None):
+    """Within twice the error that PyTorch makes with the same numbers, plus a few roundings."""
+    got = got or results(TRITON, case, p)
+    want = results(TORCH, case, p.to_fp64())
+    acc = accumulation_dtype(p.rows.hidden, p.weight)
+    upcast = Problem(Rows(p.rows.hidden.to(acc), p.rows.ids, p.rows.inv_temperature), p.weight.to(acc), p.bias, p.coef)
+    peer = results(TORCH, case, upcast)
+    for name, expected in want.items():
+        assert got[name].isnan().equal(expected.isnan()), f"{name}: NaN elsewhere than in the reference"
+        allowed = 2 * error(peer[name], expected) + 4 * torch.finfo(acc).eps * (1 + finite(expected).abs().max())
+        assert error(got[name], expected) <= allowed, name
+
+
+def finite(t: Tensor) -> Tensor:
+    return t.nan_to_num(0.0, 0.0, 0.0)
+
+
+def error(got: Tensor, want: Tensor) -> Tensor:
+    difference = torch.where(got == want, 0.0, got.double() - want)  # equal infinities differ by 0
+    return difference.nan_to_num(0.0).abs().max()
+
+
+def same_bits(a, b) -> bool:
+    return torch.equal(a.nan_to_num(7.25), b.nan_to_num(7.25))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_against_fp64(case):
+    assert_right(case, make(case))
+
+
+def test_inputs_with_strides():
+    case = replace(ALL, n=3, V=70)
+    p = make(case)
+    plain = results(TRITON, case, p)
+    wide = torch.zeros(case.n, 2 * case.D)
+    wide[:, ::2] = p.rows.hidden
+    strided = Problem(
+        Rows(wide[:, ::2], p.rows.ids.t().contiguous().t(), torch.stack([p.rows.inv_temperature] * 2, 1)[:, 0]),
+        p.weight.t().contiguous().t(),
+        torch.stack([p.bias] * 2, 1)[:, 0],
+        replace(p.coef, picked_grad=p.coef.picked_grad.t().contiguous().t()),
+    )
+    for name, value in results(TRITON, case, strided).items():
+        assert same_bits(value, plain[name]), name
+
+
+def test_int32_ids():
+    case = Case(n=3, V=40)
+    p = make(case)
+    narrow = replace(p, rows=replace(p.rows, ids=p.rows.ids.int()))
+    assert same_bits(fold(TRITON, case, p).picked, fold(TRITON, case, narrow).picked)
+
+
+def test_ids_outside_the_vocabulary_pick_nothing():
+    case = Case(n=5, V=40, D=8)
+    p = make(case)
+    p.rows.ids[:, 0] = torch.tensor([-100, 40, 2**32 + 5, -(2**32) + 5, 5])
+    p.rows.ids[:, 1] = p.rows.ids[:, 0]
+    state = fold(TRITON, case, p)
+    assert state.picked[:, :2].isnan().tolist() == [[True] * 2] * 4 + [[False] * 2]
+    assert_right(case, p)
+
+
+def test_rows_do_not_see_each_other():
+    """Blocks of rows, written through views, give the bits of all rows at once."""
+    case = replace(ALL, cuts=(50,))
+    p = make(case)
+    whole = fold(TRITON, case, p)
+    state = State(*(torch.full_like(t, torch.nan) for t in (whole.max, whole.sum, whole.spread, whole.picked)))
+    state.max.fill_(-torch.inf), state.sum.zero_(), state.spread.zero_()
+    stats = statistics(whole)
+    coef = Coefficients(p.coef.probability.float(), p.coef.entropy.float(), p.coef.picked_grad.float())
+    dz = torch.full((case.n, case.V), torch.nan)
+    for block in (slice(0, 1), slice(1, 12), slice(12, 17)):
+        for part in slices(case, p.weight, p.bias):
+            TRITON.fold(p.rows.rows(block), part, case.spec, state.rows(block), None)
+            out = dz[block, part.first : part.first + part.weight.shape[0]]
+            TRITON.dlogits(p.rows.rows(block), part, case.spec, stats.rows(block), coef.rows(block), out)
+    for name in ("max", "sum", "spread", "picked"):
+        assert same_bits(getattr(state, name), getattr(whole, name)), name
+    assert same_bits(dz, dlogits(TRITON, case, p, stats))
+
+
+def test_entropy_changes_no_other_bit():
+    case = replace(ALL, n=3)
+    p = make(case)
+    with_entropy, without = fold(TRITON, case, p), fold(TRITON, replace(case, entropy=False), p)
+    for name in ("max", "sum", "picked"):
+        assert same_bits(getattr(with_entropy, name), getattr(without, name)), name
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_bad_rows_stay_alone():
+    case = Case(n=5, K=3)
+    p = make(case)
+    clean = results(TRITON, case, p)
+    p.rows.hidden[1, 3] = torch.nan
+    p.rows.hidden[3, 5] = torch.inf
+    broken = results(TRITON, case, p)
+    for name, value in broken.items():
+        assert same_bits(value[[0, 2, 4]], clean[name][[0, 2, 4]]), name
+        if name != "max":
+            assert value[[1, 3]].isnan().all(), name
+
+
+@pytest.mark.parametrize("cuts", [(), (1, 33, 66)], ids=["one-slice", "slices"])
+def test_columns_at_minus_infinity(cuts):
+    """A whole first tile, a slice of one column and a target among them."""
+    case = Case(n=3, bias=True, cuts=cuts)
+    p = make(case)
+    p.bias[:34] = -torch.inf
+    p.bias[[50, 128]] = -torch.inf
+    p.rows.ids[0, :2] = torch.tensor([50, 3])
+    p.rows.ids[1, 0] = 60
+    assert fold(TRITON, case, p).picked[0, :2].tolist() == [-torch.inf] * 2
+    assert_right(case, p)
+
+
+def test_nothing_but_minus_infinity():
+    case = Case(n=3, V=40, bias=True, cuts=(7,))
+    p = make(case)
+    p.bias.fill_(-torch.inf)
+    state = fold(TRITON, case, p)
+    assert state.max.eq(-torch.inf).all()
+    assert state.sum.eq(0).all()
+    assert state.spread.eq(0).all()
+
+
+def test_a_common_offset_cancels():
+    case = Case(n=3, bias=True, cuts=(50,))
+    p = make(case)
+    # Multiples of 1/64, so that 10,000 is added without rounding and whatever differs was lost by the kernels.
+    p.rows.hidden, p.weight = (8 * p.rows.hidden).round() / 8, (8 * p.weight).round() / 8
+    p.bias = torch.zeros(case.V)
+    before = results(TRITON, case, p)
+    p.bias = torch.full((case.V,), 1e4)
+    after = results(TRITON, case, p)
+    assert same_bits(after.pop("max"), before.pop("max") + 1e4)
+    for name, value in after.items():
+        assert same_bits(value, before[name]), name
+
+
+def test_block_sizes_can_be_forced():
+    case = Case(n=3)
+    p = make(case)
+    tile = Config({"BN": 32, "BV": 64, "BD": 16})
+    ids = Config({"BK": 2, "BD": 32})
+    config = {"fold_tile": tile, "dlogits_tile": tile, "gather_logits": ids, "scatter_grad": Config({"BK": 1})}
+    assert_right(case, p, results(TritonBackend(config), case, p))
+
+
+def test_in_the_driver():
+    case = replace(ALL, n=5, hidden=BF16, weight=BF16, V=60)
+    p = make(case)
+    both = []
+    for backend in (TRITON, TORCH):
+        budget = 1 << 20
+        stats = chunked.forward(backend, p.rows, p.weight, p.bias, case.spec, True, budget)
+        coef = Coefficients(p.coef.probability.float(), p.coef.entropy.float(), p.coef.picked_grad.float())
+        grads = chunked.backward(backend, p.rows, stats, coef, p.weight, p.bias, case.spec, (True, True, True), budget)
+        both.append((stats.logprobs, stats.entropy, *grads))
+    for got, want in zip(*both, strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True)

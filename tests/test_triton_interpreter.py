@@ -1,0 +1,36 @@
+"""Runs `interpreted_triton.py` in a process of its own: the interpreter has to be chosen before Triton is imported, for good."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_in_interpreter():
+    cases = Path(__file__).with_name("interpreted_triton.py")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(cases),
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    run = subprocess.run(
+        command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
+    )
+    # No test, or one that was skipped, is a failure as well.
+    if run.returncode != 0 or not re.fullmatch(
+        r"\d+ passed( in .*|, \d+ warnings? in .*)", run.stdout.splitlines()[-1]
+    ):
+        pytest.fail(run.stdout + run.stderr, pytrace=False)

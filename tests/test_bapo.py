@@ -153,6 +153,15 @@ def test_balance_of_the_signed_contribution_is_infinite():
     assert got.c_high.item() == 1.2
 
 
+def test_a_contribution_equal_to_the_target_reaches_it():
+    """S+ = 2 and S- = 3: a share of exactly 0.4."""
+    zeros = torch.zeros(2, dtype=torch.float64)
+    advantages = torch.tensor([2.0, -3.0], dtype=torch.float64)
+    for target, high in ((0.4, 1.2), (0.4 + 1e-12, 3.0)):
+        got = bk.bapo_bounds(zeros, advantages, loss=bk.BAPO(target=target, weighting="none"), old_logprobs=zeros)
+        assert got.c_high.item() == high
+
+
 def test_order_and_chunking_of_tokens_do_not_show():
     logprobs, advantages, old, rollout, mask = random_batch(3, 5000)
     options = {"old_logprobs": old, "rollout_logprobs": rollout, "mask": mask}

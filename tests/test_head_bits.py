@@ -6,7 +6,7 @@ from helpers import BACKENDS, FUSED, INF, NAN, Problem, assert_bits, integers, n
 
 import bapo_kernels as bk
 
-SIZES = [(33, 129), (96, 5000), (40, 8192 + 1)]  # D, V: one slice, two, and a last one of a single column
+SIZES = [(33, 129), (96, 5000), (384, 4096 + 1)]  # D, V: one slice, two, and a last one of a single column
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 OPTIONS = {"plain": {}, "all": {"softcap": 4.0, "temperature": 0.7, "logit_scale": 1.3, "k": 2}}
 
@@ -52,7 +52,7 @@ def test_scoring_and_training_give_the_same_bits(size, dtype, options, backend):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_rows_do_not_depend_on_their_number(size, dtype, options, backend):
     problem = Problem.random(100, *size, dtype=dtype, **OPTIONS[options])
-    problem.targets[::2] = size[1] - 1
+    problem.targets[25:] = size[1] - 1
     whole = problem.run(backend)
     for rows in (
         slice(0, 1),
@@ -93,7 +93,7 @@ def test_rows_do_not_depend_on_the_memory_budget(size, dtype, backend):
 
 
 def test_the_memory_budget_can_come_from_the_environment(monkeypatch):
-    problem = Problem.random(100, 8, 300)
+    problem = Problem.random(100, 8, 300, dtype=torch.float32)
     seen = []
     original = bk.head.chunked._blocks
     monkeypatch.setattr("bapo_kernels.head.chunked._blocks", lambda *a: seen.append(original(*a)) or seen[-1])

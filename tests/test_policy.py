@@ -111,10 +111,11 @@ def test_top_entropy(fraction, layout):
 
 
 @pytest.mark.parametrize(
-    ("fraction", "count", "kept"), [(0.1, 30, 3), (0.2, 5, 1), (0.2, 6, 2), (0.3, 10, 3), (0.7, 10, 7), (0.01, 3, 1)]
+    ("fraction", "count", "kept"),
+    [(0.28, 25, 7), (0.07, 100, 7), (0.2, 5, 1), (0.2, 6, 2), (0.3, 10, 3), (0.7, 10, 7), (0.01, 3, 1)],
 )
 def test_top_entropy_counts(fraction, count, kept):
-    """ceil(fraction * n), without the rounding of 0.1 * 30 = 3.0000000000000004."""
+    """ceil(fraction * n), without the rounding of 0.28 * 25 = 7.000000000000001."""
     entropy = torch.arange(count, dtype=torch.float64) / 7
     logprobs = torch.zeros(count, dtype=torch.float64)
     out = bk.policy_loss(logprobs, logprobs + 1, loss="ppo", entropy=entropy, top_entropy=fraction, return_tokens=True)

@@ -166,14 +166,15 @@ def test_known_values_of_k3():
         assert out.loss.item() == pytest.approx(value, abs=1e-6)
 
 
+@pytest.mark.parametrize("function", [bk.policy_loss, bk.reference.policy_loss], ids=["policy_loss", "reference"])
 @pytest.mark.parametrize("name", NAMES)
-def test_on_policy(name):
+def test_on_policy(name, function):
     """Without old log-probs the loss is -mean(A), its gradient -A / n; the same as with the current ones given, which are constants."""
     advantages = torch.tensor([1.0, -2.0, 0.5, 3.0])
     results = []
     for given in (False, True):
         logprobs = torch.tensor([-1.0, -2.0, -0.1, -7.0], requires_grad=True)
-        out = bk.policy_loss(logprobs, advantages, loss=name, old_logprobs=logprobs if given else None)
+        out = function(logprobs, advantages, loss=name, old_logprobs=logprobs if given else None)
         out.loss.backward()
         assert out.loss.item() == pytest.approx(-0.625)
         close(logprobs.grad, -advantages / 4)
@@ -183,13 +184,14 @@ def test_on_policy(name):
     assert_bits(results[0][1], results[1][1])
 
 
-def test_everything_recorded_is_a_constant():
+@pytest.mark.parametrize("function", [bk.policy_loss, bk.reference.policy_loss], ids=["policy_loss", "reference"])
+def test_everything_recorded_is_a_constant(function):
     batch = Batch.random()
     recorded = {
         k: getattr(batch, k).clone().requires_grad_() for k in ("old_logprobs", "rollout_logprobs", "ref_logprobs")
     }
     batch.advantages = batch.advantages.clone().requires_grad_()
-    out, *_ = batch.call(loss="bapo", kl_coef=0.1, **recorded)
+    out, *_ = batch.call(function, loss="bapo", kl_coef=0.1, **recorded)
     out.loss.backward()
     assert all(t.grad is None for t in (*recorded.values(), batch.advantages))
 

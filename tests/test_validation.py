@@ -86,8 +86,8 @@ HEAD = [
 
 @pytest.mark.parametrize(("name", "value"), HEAD)
 def test_head_arguments(name, value):
-    head_only = (
-        name == "topk_ids" or (name == "temperature" and getattr(value, "shape", None) == (1,))
+    head_only = name == "topk_ids" or (
+        name == "temperature" and getattr(value, "shape", None) == (1,)
     )  # (1,): one for the one sequence
     for function in (head,) if head_only else (head, policy):
         with pytest.raises(ValueError, match=name):

@@ -115,6 +115,7 @@ class Recorded:
         return cls(layout.expand("advantages", advantages), **given)
 
 
+@torch.compiler.disable
 def policy_loss(
     logprobs: Tensor,  # (B, T) or (N,)
     advantages: Tensor,  # layout, (B,), (B, 1) or (S,)
@@ -194,6 +195,7 @@ def policy_loss(
     return _evaluate(logprobs, entropy, active, layout, recorded, options)
 
 
+@torch.compiler.disable
 def linear_policy_loss(
     hidden: Tensor,  # (B, T, D) or (N, D)
     weight: Tensor,  # (V, D)
@@ -290,6 +292,7 @@ def _check_layout(name: str, t: Tensor, layout: Layout, device: torch.device) ->
         raise ValueError(f"{name} must have the layout's shape {tuple(layout.shape)}, got {shape_of(t)}")
 
 
+@torch.compiler.disable
 def bapo_bounds(
     logprobs: Tensor,
     advantages: Tensor,
@@ -354,8 +357,9 @@ def _evaluate(
     trains = torch.is_grad_enabled() and (logprobs.requires_grad or (entropy is not None and entropy.requires_grad))
     plain = _plain_autograd.get()
 
-    # Coefficients are wanted even in inference mode, whose tensors cannot take part in autograd: `_clean` makes ordinary ones.
+    # Coefficients are wanted even in inference mode, whose tensors cannot take part in autograd: copies made here are ordinary.
     with torch.inference_mode(False), torch.set_grad_enabled(trains or options.return_tokens):
+        active = active.clone() if active.is_inference() else active
         lp, h = _clean(logprobs, active, acc), None if entropy is None else _clean(entropy, active, acc)
         if not (plain and trains):
             lp = lp.detach().requires_grad_(torch.is_grad_enabled())

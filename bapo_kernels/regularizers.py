@@ -38,7 +38,7 @@ def highest_entropy(x: Tokens, entropy: Tensor, fraction: float) -> Tensor:
     if values.numel() == 0:
         return x.mask
     count = (values > -torch.inf).sum()
-    # A hair less, so that 0.1 * 30 = 3.0000000000000004 keeps three.
+    # A hair less, so that 0.28 * 25 = 7.000000000000001 keeps seven.
     keep = torch.ceil(count.double() * fraction - 1e-9).long().clamp(min=1)
     threshold = values.sort(descending=True).values.gather(0, (keep - 1)[None])[0]
     return x.mask & ~(entropy < threshold)  # an entropy of NaN stays, and shows

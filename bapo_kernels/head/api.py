@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from bapo_kernels.head import autograd, reference
@@ -15,6 +16,7 @@ class TokenStatistics(NamedTuple):
     topk_logprobs: Tensor | None  # (..., K)
 
 
+@torch.compiler.disable  # the driver's in-place loop: a compiled model calls it between its graphs
 def linear_logprobs(
     hidden: Tensor,  # (..., D)
     weight: Tensor,  # (V, D)

@@ -51,8 +51,8 @@ class _Head(torch.autograd.Function):
         stats = Statistics(*saved)
         acc = stats.max.dtype
         g_picked = stats.picked.new_zeros(inputs.ids.shape) if g_logprobs is None else counted.take(g_logprobs).to(acc)
-        g_picked = g_picked.masked_fill(_padding(inputs.ids), 0.0)
-        g_entropy = None if g_entropy is None else counted.take(g_entropy).to(acc)
+        g_picked = g_picked.masked_fill(_padding(inputs.ids), 0.0).contiguous()
+        g_entropy = None if g_entropy is None else counted.take(g_entropy).to(acc).contiguous()  # a sum's is expanded
 
         wanted = (g_picked != 0).any(1)
         if g_entropy is not None:
@@ -90,7 +90,5 @@ def _padding(ids: Tensor) -> Tensor:
     return padding
 
 
-@torch.compiler.disable
 def run(call: HeadCall) -> tuple[Tensor, Tensor | None]:
-    """The driver's in-place loop is opaque to a compiler: a compiled model calls it between its graphs."""
     return _Head.apply(call, call.inputs.hidden, call.inputs.weight, call.inputs.bias)

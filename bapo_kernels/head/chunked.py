@@ -21,9 +21,11 @@ from bapo_kernels.head.precision import full_precision
 # With very wide heads the slice of the weight, not the tile, is what takes memory: bound it too.
 MAX_COLUMNS = 4096
 MAX_SLICE_ELEMENTS = 4096 * 4096
-# BLAS libraries switch to other kernels, with another order of summation, below a handful of rows. Padding to this many keeps the
-# bits of a row's logits independent of how many rows stand beside it.
-MIN_ROWS = 16
+# Slices begin at multiples of this: the column tiles of GPU kernels divide it, and no slice is left a column or two wide.
+COLUMN_UNIT = 128
+# BLAS libraries switch to kernels with another order of summation for odd or few rows (and for a single column). With rows and row
+# blocks in multiples of this, the bits of a row's logits do not depend on how many rows stand beside it.
+ROW_UNIT = 16
 
 
 @dataclass(frozen=True)
@@ -119,31 +121,34 @@ def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def slice_columns(hidden_size: int) -> int:
+def slice_edges(vocab_size: int, hidden_size: int) -> list[int]:
+    """Where slices begin and end: of nearly equal width, and a function of V and D alone, as then are the bits of a result."""
     columns = MAX_COLUMNS
-    while columns > 256 and columns * hidden_size > MAX_SLICE_ELEMENTS:
+    while columns > 2 * COLUMN_UNIT and columns * hidden_size > MAX_SLICE_ELEMENTS:
         columns //= 2
-    return columns
+    units, most = -(-vocab_size // COLUMN_UNIT), columns // COLUMN_UNIT
+    count = -(-units // most)
+    return [min(units * i // count * COLUMN_UNIT, vocab_size) for i in range(count + 1)]
 
 
-def _slices(weight: Tensor, bias: Tensor | None, spec: LogitSpec, acc: torch.dtype, native: bool) -> Iterator[Slice]:
-    columns = slice_columns(weight.shape[1])
-    for first in range(0, spec.vocab_size, columns):
-        last = min(first + columns, spec.vocab_size)
+def _slices(weight: Tensor, bias: Tensor | None, edges: list[int], acc: torch.dtype, native: bool) -> Iterator[Slice]:
+    for first, last in pairwise(edges):
         w = weight[first:last]
-        yield Slice(w if native else w.to(acc), None if bias is None else bias[first:last].to(acc), first)
+        yield Slice(w if native else w.to(acc), None if bias is None else bias[first:last].to(acc).contiguous(), first)
 
 
 def _blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
     """Row blocks of nearly equal size whose tiles fit the budget. All rows in one block is fastest, and the rule at usual sizes."""
-    fit = max(MIN_ROWS, budget // max(bytes_per_row, 1))
-    count = max(1, -(-rows // fit))
-    edges = [rows * i // count for i in range(count + 1)]
+    units = -(-rows // ROW_UNIT)
+    fit = max(1, budget // max(bytes_per_row * ROW_UNIT, 1))
+    count = -(-units // fit)
+    edges = [min(units * i // count * ROW_UNIT, rows) for i in range(count + 1)]
     return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def _pad(t: Tensor) -> Tensor:
-    return t if t.shape[0] >= MIN_ROWS else torch.cat([t, t.new_zeros(MIN_ROWS - t.shape[0], *t.shape[1:])])
+    missing = -t.shape[0] % ROW_UNIT
+    return t if missing == 0 else torch.cat([t, t.new_zeros(missing, *t.shape[1:])])
 
 
 def forward(
@@ -154,8 +159,7 @@ def forward(
     acc = accumulation_dtype(rows.hidden, weight, bias)
     if not backend.native_dtypes:
         rows = Rows(rows.hidden.to(acc), rows.ids, rows.inv_temperature)
-    if n < MIN_ROWS:
-        rows = rows.map(_pad)
+    rows = rows.map(_pad)
     total = rows.hidden.shape[0]
     state = State(
         max=torch.full((total,), -torch.inf, dtype=acc, device=device),
@@ -163,7 +167,8 @@ def forward(
         spread=torch.zeros(total, dtype=acc, device=device) if entropy else None,
         picked=torch.full(rows.ids.shape, torch.nan, dtype=acc, device=device),
     )
-    columns = min(slice_columns(weight.shape[1]), spec.vocab_size)
+    edges = slice_edges(spec.vocab_size, weight.shape[1])
+    columns = max(b - a for a, b in pairwise(edges))
     blocks = _blocks(total, backend.tiles[0] * columns * acc.itemsize, budget)
     tile = (
         torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
@@ -171,7 +176,7 @@ def forward(
         else None
     )
     with full_precision(device.type):
-        for part in _slices(weight, bias, spec, acc, backend.native_dtypes):
+        for part in _slices(weight, bias, edges, acc, backend.native_dtypes):
             for block in blocks:
                 view = _tile(tile, block, part) if tile is not None else None
                 backend.fold(rows.rows(block), part, spec, state.rows(block), view)
@@ -204,14 +209,15 @@ def backward(
     d_hidden = torch.zeros(n, hidden_size, dtype=acc, device=device) if need_hidden else None
     d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_weight else None
     d_bias = torch.zeros(weight.shape[0], dtype=acc, device=device) if need_bias else None
-    columns = min(slice_columns(hidden_size), spec.vocab_size)
+    edges = slice_edges(spec.vocab_size, hidden_size)
+    columns = max(b - a for a, b in pairwise(edges))
     blocks = _blocks(n, backend.tiles[1] * columns * acc.itemsize, budget)
     tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
     scratch = (
         torch.empty(columns, hidden_size, dtype=acc, device=device) if need_weight and weight.dtype != acc else None
     )
     with full_precision(device.type):
-        for part in _slices(weight, bias, spec, acc, backend.native_dtypes):
+        for part in _slices(weight, bias, edges, acc, backend.native_dtypes):
             first, last = part.first, part.first + part.weight.shape[0]
             out = None
             if d_weight is not None:

@@ -68,6 +68,7 @@ def head_inputs(
     if values_are_checked(device):
         _check_id_range("targets", ids[:, :1], spec.vocab_size)
         _check_id_range("topk_ids", ids[:, 1:].masked_fill(ids[:, 1:] == -1, 0), spec.vocab_size)
+    ids = ids.contiguous()
     acc = accumulation_dtype(hidden, weight, bias)
     inv_temperature = _inverse_temperature(temperature, layout, selection, acc, device)
     return HeadInputs(

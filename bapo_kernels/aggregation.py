@@ -13,6 +13,7 @@ those of the one batch.
 import torch
 from torch import Tensor
 
+from bapo_kernels.checks import is_number
 from bapo_kernels.layout import Layout
 
 NAMES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
@@ -27,10 +28,10 @@ def check(aggregation: str, normalizer: float | Tensor | None, max_length: int |
         if isinstance(normalizer, Tensor):
             if normalizer.dim() != 0:
                 raise ValueError(f"normalizer must be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}")
-        elif isinstance(normalizer, bool) or not isinstance(normalizer, int | float) or not normalizer >= 0:
+        elif not is_number(normalizer) or normalizer < 0:
             raise ValueError(f"normalizer must be a number >= 0 or a 0-d tensor, got {normalizer!r}")
     if aggregation == "seq-mean-token-sum-norm":
-        if isinstance(max_length, bool) or not isinstance(max_length, int | float) or not max_length > 0:
+        if not is_number(max_length) or max_length <= 0:
             raise ValueError(f"aggregation='seq-mean-token-sum-norm' needs max_length > 0, got {max_length!r}")
     elif max_length is not None:
         raise ValueError(f"max_length is only used by aggregation='seq-mean-token-sum-norm', not by {aggregation!r}")

@@ -1,15 +1,12 @@
 """The two layouts of a batch, padded (B, T) and packed (N,) with `cu_seqlens`, behind one set of operations on its sequences."""
 
-import os
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-
-def shape_of(t: Tensor) -> str:
-    return str(tuple(t.shape))
+from bapo_kernels.checks import check_tensor, is_integer, shape_of, values_are_checked
 
 
 @dataclass(frozen=True)
@@ -27,17 +24,9 @@ class Layout:
             raise ValueError(f"{name} must have the layout (B, T) or (N,), got a layout of {tuple(shape)}")
         if len(shape) != 1:
             raise ValueError(f"cu_seqlens describes a packed layout (N,), but {name} has the layout {tuple(shape)}")
-        if (
-            not isinstance(cu_seqlens, Tensor)
-            or cu_seqlens.dim() != 1
-            or cu_seqlens.numel() < 1
-            or not is_integer(cu_seqlens)
-        ):
-            got = (
-                f"{cu_seqlens.dtype} {shape_of(cu_seqlens)}"
-                if isinstance(cu_seqlens, Tensor)
-                else type(cu_seqlens).__name__
-            )
+        check_tensor("cu_seqlens", cu_seqlens, None)
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or not is_integer(cu_seqlens):
+            got = f"{cu_seqlens.dtype} {shape_of(cu_seqlens)}"
             raise ValueError(f"cu_seqlens must be an integer tensor of shape (S + 1,), got {got}")
         if cu_seqlens.device.type == "cpu" or values_are_checked(device):
             edges = cu_seqlens.tolist()
@@ -72,22 +61,3 @@ class Layout:
             return self.to_tokens(t.reshape(self.sequences))
         allowed = " or ".join(str(s) for s in [tuple(self.shape), *per_sequence])
         raise ValueError(f"{name} must have shape {allowed}, got {shape_of(t)}")
-
-
-def is_integer(t: Tensor) -> bool:
-    return not t.dtype.is_floating_point and not t.dtype.is_complex and t.dtype != torch.bool
-
-
-def values_are_checked(device: torch.device) -> bool:
-    """Values of tensors are validated where that is free: on CPU. On an accelerator it would stall the stream, so only when asked."""
-    return device.type == "cpu" or os.environ.get("BAPO_KERNELS_CHECK", "0") not in ("", "0")
-
-
-def check_tensor(name: str, t: object, device: torch.device | None) -> None:
-    """A plain tensor, on `device`."""
-    if not isinstance(t, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(t).__name__}")
-    if type(t).__name__ == "DTensor":
-        raise ValueError(f"{name} is a DTensor: pass its full_tensor(), or to_local() if it is replicated")
-    if device is not None and t.device != device:
-        raise ValueError(f"{name} is on {t.device}, but hidden or logprobs is on {device}")

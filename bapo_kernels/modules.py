@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bapo_kernels.head.api import TokenStatistics, linear_logprobs
-from bapo_kernels.losses import Loss
+from bapo_kernels.losses import Loss, resolve
 from bapo_kernels.policy import PolicyLossOutput, PolicyOptions, linear_policy_loss
 
 
@@ -43,7 +43,8 @@ class LinearPolicyLoss(nn.Module):
         super().__init__()
         self.options = {"loss": loss, **options}
         _check_names("LinearPolicyLoss", linear_policy_loss, self.options)
-        PolicyOptions(**{k: v for k, v in self.options.items() if k in PolicyOptions.__dataclass_fields__})
+        shared = {k: v for k, v in options.items() if k in PolicyOptions.__dataclass_fields__}
+        PolicyOptions(loss=resolve(loss), **shared)  # a mistake shows here, not at the first batch
 
     def forward(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, **inputs: Any

@@ -1,24 +1,21 @@
 """The policy loss: per-token statistics -> rule -> aggregation -> total, with its coefficients and metrics.
 
-The total depends on the model only through a few vectors (log-probs, entropy, recorded log-probs). Its gradient in them is worked out
-here, at once, on vectors of N numbers; autograd then only multiplies it by the upstream scalar and hands it to whatever made them.
+Everything here is vectors of N numbers under plain autograd; whatever is V-sized happened before, in the head.
 """
 
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bapo_kernels import aggregation as agg
 from bapo_kernels import losses, regularizers
+from bapo_kernels.checks import check_floating, check_shape, check_tensor
 from bapo_kernels.controller import BapoBounds, find_bounds
 from bapo_kernels.head.api import linear_logprobs
-from bapo_kernels.layout import Layout, check_tensor, shape_of
-from bapo_kernels.losses.base import Loss, Tokens
+from bapo_kernels.layout import Layout
+from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 from bapo_kernels.metrics import metrics
 
 ENGINES = ("auto", "recompute")
@@ -41,11 +38,11 @@ class PolicyLossOutput(NamedTuple):
     tokens: TokenDetail | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
     """The options that both public functions share, validated."""
 
-    loss: str | Loss
+    loss: Loss
     correction: None = None
     aggregation: str | None = None
     normalizer: float | Tensor | None = None
@@ -58,20 +55,14 @@ class PolicyOptions:
     return_tokens: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "loss", losses.resolve(self.loss))
         agg.check(self.own_aggregation, self.normalizer, self.max_length)
         regularizers.check(self.kl_coef, self.kl_estimator, self.entropy_coef, self.top_entropy)
         if self.correction is not None:
             raise ValueError(f"correction must be None in this version, got {self.correction!r}")
 
     @property
-    def rule(self) -> Loss:
-        assert isinstance(self.loss, Loss)  # since __post_init__
-        return self.loss
-
-    @property
     def own_aggregation(self) -> str:
-        return self.rule.aggregation if self.aggregation is None else self.aggregation
+        return self.loss.aggregation if self.aggregation is None else self.aggregation
 
     @property
     def needs_entropy(self) -> bool:
@@ -93,6 +84,7 @@ class Recorded:
         layout: Layout,
         device: torch.device,
         options: PolicyOptions,
+        *,
         advantages: Tensor,
         old_logprobs: Tensor | None,
         rollout_logprobs: Tensor | None,
@@ -108,10 +100,7 @@ class Recorded:
         given = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "ref_logprobs": ref_logprobs}
         for name, t in given.items():
             if t is not None:
-                _check_layout(name, t, layout, device)
-        for name in options.rule.needs:
-            if given[name] is None:
-                raise ValueError(f"loss {options.rule.name!r} needs {name}")
+                check_shape(name, t, tuple(layout.shape), "the batch", device)
         return cls(layout.expand("advantages", advantages), **given)
 
 
@@ -153,7 +142,7 @@ def policy_loss(
         advantages: one for each token, or for each sequence.
         loss: a name of `losses.available()` or a loss object, which holds the hyper-parameters.
         entropy: per-token entropy; needed by `entropy_coef` and `top_entropy`, otherwise only reported.
-        topk_logprobs, rollout_topk_ids, rollout_topk_logprobs: log-probs at recorded ids, for losses that read them.
+        topk_logprobs, rollout_topk_ids, rollout_topk_logprobs: log-probs at recorded ids, which no loss of this version reads.
         mask: tokens that count (bool or 0-1). What a masked token holds, in any input, changes nothing.
         old_logprobs: proximal policy, the denominator of the ratio; None: the current one (on-policy, ratio 1). Where a trainer does
             not recompute them, pass the sampler's here too: `rollout_logprobs` alone does not enter the ratio.
@@ -174,24 +163,34 @@ def policy_loss(
         ValueError: naming the argument, what came and what is allowed, before any work.
     """
     options = PolicyOptions(
-        loss,
-        correction,
-        aggregation,
-        normalizer,
-        max_length,
-        kl_coef,
-        kl_estimator,
-        entropy_coef,
-        top_entropy,
-        dp_group,
-        return_tokens,
+        loss=losses.resolve(loss),
+        correction=correction,
+        aggregation=aggregation,
+        normalizer=normalizer,
+        max_length=max_length,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        entropy_coef=entropy_coef,
+        top_entropy=top_entropy,
+        dp_group=dp_group,
+        return_tokens=return_tokens,
     )
     layout, active = _layout_and_mask(logprobs, mask, cu_seqlens)
+    _refuse(topk_logprobs=topk_logprobs, rollout_topk_ids=rollout_topk_ids, rollout_topk_logprobs=rollout_topk_logprobs)
     if entropy is not None:
-        _check_layout("entropy", entropy, layout, logprobs.device)
+        check_shape("entropy", entropy, tuple(layout.shape), "logprobs", logprobs.device)
+        check_floating("entropy", entropy)
     if options.needs_entropy and entropy is None:
         raise ValueError("entropy_coef and top_entropy need entropy: the per-token entropy of the policy")
-    recorded = Recorded.of(layout, logprobs.device, options, advantages, old_logprobs, rollout_logprobs, ref_logprobs)
+    recorded = Recorded.of(
+        layout,
+        logprobs.device,
+        options,
+        advantages=advantages,
+        old_logprobs=old_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        ref_logprobs=ref_logprobs,
+    )
     return _evaluate(logprobs, entropy, active, layout, recorded, options)
 
 
@@ -244,24 +243,33 @@ def linear_policy_loss(
         `PolicyLossOutput(loss, metrics, tokens)`; `loss` is differentiable in `hidden`, `weight` and `bias`.
     """
     options = PolicyOptions(
-        loss,
-        correction,
-        aggregation,
-        normalizer,
-        max_length,
-        kl_coef,
-        kl_estimator,
-        entropy_coef,
-        top_entropy,
-        dp_group,
-        return_tokens,
+        loss=losses.resolve(loss),
+        correction=correction,
+        aggregation=aggregation,
+        normalizer=normalizer,
+        max_length=max_length,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        entropy_coef=entropy_coef,
+        top_entropy=top_entropy,
+        dp_group=dp_group,
+        return_tokens=return_tokens,
     )
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    _refuse(rollout_topk_ids=rollout_topk_ids, rollout_topk_logprobs=rollout_topk_logprobs)
     check_tensor("hidden", hidden, None)
     check_tensor("targets", targets, hidden.device)
     layout = Layout.of("hidden", hidden.shape[:-1], cu_seqlens, hidden.device)
-    recorded = Recorded.of(layout, hidden.device, options, advantages, old_logprobs, rollout_logprobs, ref_logprobs)
+    recorded = Recorded.of(
+        layout,
+        hidden.device,
+        options,
+        advantages=advantages,
+        old_logprobs=old_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        ref_logprobs=ref_logprobs,
+    )
     if isinstance(temperature, Tensor):
         temperature = layout.expand("temperature", temperature)
     statistics = linear_logprobs(
@@ -284,12 +292,6 @@ def linear_policy_loss(
     if mask is not None:
         active = active & (mask != 0)
     return _evaluate(statistics.logprobs, statistics.entropy, active, layout, recorded, options)
-
-
-def _check_layout(name: str, t: Tensor, layout: Layout, device: torch.device) -> None:
-    check_tensor(name, t, device)
-    if t.shape != layout.shape:
-        raise ValueError(f"{name} must have the layout's shape {tuple(layout.shape)}, got {shape_of(t)}")
 
 
 @torch.compiler.disable
@@ -315,21 +317,34 @@ def bapo_bounds(
     rule = losses.resolve(loss)
     if not isinstance(rule, losses.BAPO):
         raise ValueError(f"loss must be 'bapo' or a BAPO object, got {rule.name!r}")
-    options = PolicyOptions(rule, dp_group=dp_group)
+    options = PolicyOptions(loss=rule, dp_group=dp_group)
     layout, active = _layout_and_mask(logprobs, mask, cu_seqlens)
-    recorded = Recorded.of(layout, logprobs.device, options, advantages, old_logprobs, rollout_logprobs, None)
+    recorded = Recorded.of(
+        layout,
+        logprobs.device,
+        options,
+        advantages=advantages,
+        old_logprobs=old_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        ref_logprobs=None,
+    )
     acc = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
     return find_bounds(rule, _tokens(_clean(logprobs.detach(), active, acc), recorded, active, layout, dp_group))
 
 
+def _refuse(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} is not read by any loss of this version; leave it out")
+
+
 def _layout_and_mask(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
     check_tensor("logprobs", logprobs, None)
-    if not logprobs.dtype.is_floating_point:
-        raise ValueError(f"logprobs must be floating point, got {logprobs.dtype}")
+    check_floating("logprobs", logprobs)
     layout = Layout.of("logprobs", logprobs.shape, cu_seqlens, logprobs.device)
     if mask is None:
         return layout, torch.ones(layout.shape, dtype=torch.bool, device=logprobs.device)
-    _check_layout("mask", mask, layout, logprobs.device)
+    check_shape("mask", mask, tuple(layout.shape), "logprobs", logprobs.device)
     return layout, mask != 0
 
 
@@ -352,21 +367,16 @@ def _evaluate(
     logprobs: Tensor, entropy: Tensor | None, active: Tensor, layout: Layout, recorded: Recorded, options: PolicyOptions
 ) -> PolicyLossOutput:
     acc = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
-    logprobs = logprobs.to(acc)
-    entropy = None if entropy is None else entropy.to(acc)
     trains = torch.is_grad_enabled() and (logprobs.requires_grad or (entropy is not None and entropy.requires_grad))
-    plain = _plain_autograd.get()
-
     # Coefficients are wanted even in inference mode, whose tensors cannot take part in autograd: copies made here are ordinary.
     with torch.inference_mode(False), torch.set_grad_enabled(trains or options.return_tokens):
         active = active.clone() if active.is_inference() else active
         lp, h = _clean(logprobs, active, acc), None if entropy is None else _clean(entropy, active, acc)
-        if not (plain and trains):
-            lp = lp.detach().requires_grad_(torch.is_grad_enabled())
-            h = None if h is None else h.detach().requires_grad_(torch.is_grad_enabled() and options.entropy_coef != 0)
+        if options.return_tokens and not lp.requires_grad:
+            lp = lp.detach().requires_grad_()
         x = _tokens(lp, recorded, active, layout, options.dp_group)
 
-        term = options.rule.rule(x)
+        term = options.loss.rule(x)
         policy = term.loss
         if options.top_entropy is not None:
             assert h is not None
@@ -382,64 +392,24 @@ def _evaluate(
             options.own_aggregation, active, layout, options.normalizer, options.max_length, acc
         )
         total = x.active(weights * per_token).sum()
-
-        detail = None
-        if options.return_tokens:
-            (coef,) = _gradients(x.active(policy).sum(), [lp], active)
-            clipped = torch.zeros_like(lp, dtype=torch.int8) if term.clipped is None else term.clipped
-            detail = TokenDetail(
-                logprobs=lp.detach(),
-                entropy=None if h is None else h.detach(),
-                ratio=x.active(x.ratio).detach(),
-                loss=x.active(policy).detach(),
-                coef=coef,
-                clipped=torch.where(active, clipped, 0),
-            )
         reported = metrics(x, term, x.active(weights * policy).sum(), kl, h)
-        if not trains:
-            total = total.detach()
-        elif not plain:
-            inputs, learned = [logprobs], [lp]
-            if options.entropy_coef != 0:
-                assert entropy is not None
-                assert h is not None
-                inputs, learned = [logprobs, entropy], [lp, h]
-            total = _Attach.apply(total.detach(), *inputs, *_gradients(total, learned, active))
-    return PolicyLossOutput(total, reported, detail)
+        tokens = _detail(x, term, policy, h) if options.return_tokens else None
+    if trains and not total.requires_grad:  # a loss that does not depend on the policy still trains, on nothing
+        total = total + 0.0 * lp.sum()
+    return PolicyLossOutput(total if trains else total.detach(), reported, tokens)
 
 
-def _gradients(scalar: Tensor, wrt: list[Tensor], active: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of `scalar`, zero (by selection) where not active, and where it does not depend on them."""
-    if not scalar.requires_grad:
-        return tuple(torch.zeros_like(t) for t in wrt)
-    grads = torch.autograd.grad(scalar, wrt, retain_graph=True, materialize_grads=True)
-    return tuple(torch.where(active, g, 0.0) for g in grads)
-
-
-class _Attach(torch.autograd.Function):
-    """A scalar whose gradients in its inputs are known already."""
-
-    @staticmethod
-    def forward(ctx, total: Tensor, *inputs_and_gradients: Tensor):
-        count = len(inputs_and_gradients) // 2
-        ctx.save_for_backward(*inputs_and_gradients[count:])
-        return total.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream: Tensor):
-        gradients = ctx.saved_tensors
-        return None, *(upstream * g for g in gradients), *(None for _ in gradients)
-
-
-_plain_autograd: ContextVar[bool] = ContextVar("plain_autograd", default=False)
-
-
-@contextmanager
-def plain_autograd():
-    """Inside, totals keep the graph of their arithmetic instead of gradients worked out at once: the reference."""
-    token = _plain_autograd.set(True)
-    try:
-        yield
-    finally:
-        _plain_autograd.reset(token)
+def _detail(x: Tokens, term: TokenLoss, policy: Tensor, entropy: Tensor | None) -> TokenDetail:
+    scalar = x.active(policy).sum()
+    coef = torch.zeros_like(x.logprobs)
+    if scalar.requires_grad:
+        (coef,) = torch.autograd.grad(scalar, [x.logprobs], retain_graph=True, materialize_grads=True)
+    clipped = torch.zeros_like(coef, dtype=torch.int8) if term.clipped is None else term.clipped
+    return TokenDetail(
+        logprobs=x.logprobs.detach(),
+        entropy=None if entropy is None else entropy.detach(),
+        ratio=x.active(x.ratio).detach(),
+        loss=x.active(policy).detach(),
+        coef=x.active(coef).detach(),
+        clipped=torch.where(x.mask, clipped, 0),
+    )

@@ -1,9 +1,13 @@
-"""The public functions in plain PyTorch autograd, on materialised logits: same signatures, same arguments. The oracle."""
+"""The public functions on materialised logits, in plain PyTorch autograd: same signatures, same arguments. The oracle.
+
+The loss is the one rule that every path evaluates, on vectors of N numbers; what differs is the head.
+"""
 
 from functools import wraps
 
-from bapo_kernels import policy
 from bapo_kernels.head import api
+from bapo_kernels.policy import linear_policy_loss as _linear_policy_loss
+from bapo_kernels.policy import policy_loss
 
 __all__ = ["linear_logprobs", "linear_policy_loss", "policy_loss"]
 
@@ -13,17 +17,10 @@ def _on_reference(function):
     def call(*args, backend: str = "reference", **kwargs):
         if backend not in ("auto", "reference"):
             raise ValueError(f"backend must be 'reference' here, got {backend!r}")
-        with policy.plain_autograd():
-            return function(*args, backend="reference", **kwargs)
+        return function(*args, backend="reference", **kwargs)
 
     return call
 
 
 linear_logprobs = _on_reference(api.linear_logprobs)
-linear_policy_loss = _on_reference(policy.linear_policy_loss)
-
-
-@wraps(policy.policy_loss)
-def policy_loss(*args, **kwargs):
-    with policy.plain_autograd():
-        return policy.policy_loss(*args, **kwargs)
+linear_policy_loss = _on_reference(_linear_policy_loss)

@@ -1,11 +1,10 @@
 """What is added to the policy term: the KL estimators, and the choice of tokens by entropy."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from bapo_kernels.losses.base import MAX_LOG_RATIO, Tokens
+from bapo_kernels.checks import is_number
+from bapo_kernels.losses.base import Tokens, bounded_exp
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 
@@ -25,7 +24,7 @@ def kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     half_square = x.square() / 2
     if estimator == "k2":
         return half_square
-    k3 = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - x - 1.0
+    k3 = bounded_exp(x) - x - 1.0
     return k3 if estimator == "k3" else k3.detach() + (half_square - half_square.detach())
 
 
@@ -45,24 +44,21 @@ def highest_entropy(x: Tokens, entropy: Tensor, fraction: float) -> Tensor:
 
 
 def _gather(values: Tensor, group) -> Tensor:
-    """Concatenation over ranks, whose batches may differ in size."""
-    world = torch.distributed.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(world)]
-    torch.distributed.all_gather(sizes, torch.tensor([values.numel()], device=values.device), group=group)
-    longest = max(int(s) for s in sizes)
+    """Concatenation over ranks. Their batches may differ in size: the host has to learn the largest, and waits for it."""
+    size = torch.full((1,), values.numel(), device=values.device)
+    torch.distributed.all_reduce(size, torch.distributed.ReduceOp.MAX, group=group)
+    longest = int(size)
     padded = torch.cat([values, values.new_full((longest - values.numel(),), -torch.inf)])
-    parts = [torch.empty_like(padded) for _ in range(world)]
+    parts = [torch.empty_like(padded) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, padded, group=group)
     return torch.cat(parts)
 
 
 def check(kl_coef: float, kl_estimator: str, entropy_coef: float, top_entropy: float | None) -> None:
     for name, value in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number(value):
             raise ValueError(f"{name} must be a finite number, got {value!r}")
     if kl_estimator not in KL_ESTIMATORS:
         raise ValueError(f"kl_estimator must be one of {', '.join(KL_ESTIMATORS)}, got {kl_estimator!r}")
-    if top_entropy is not None and (
-        isinstance(top_entropy, bool) or not isinstance(top_entropy, int | float) or not 0 < top_entropy <= 1
-    ):
+    if top_entropy is not None and not (is_number(top_entropy) and 0 < top_entropy <= 1):
         raise ValueError(f"top_entropy must be a number in (0, 1] or None, got {top_entropy!r}")

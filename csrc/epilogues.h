@@ -33,7 +33,7 @@ struct Dlogits {
     const T *max, *log_sum;
     const T *weight_p;            // (n,)
     const T *weight_h, *entropy;  // (n,), both or neither
-    const T *picked_grad;         // (n, ids_per_row), added at ids
+    const T *picked;              // (n, ids_per_row) coefficients of the logits at ids
 };
 
 struct Kernels {

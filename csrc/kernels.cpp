@@ -2,6 +2,8 @@
 #include "epilogues.h"
 #include "simd.h"
 
+#include <vector>
+
 namespace bapo {
 namespace {
 
@@ -99,6 +101,12 @@ inline void dlogits_row(const Dlogits<T> &g, int64_t row, Head<T, kind> head) {
     const Vec<T> weight_h = all<T>(kEntropy ? -g.weight_h[row] : T(0));
     const T entropy = kEntropy ? g.entropy[row] : T(0);
 
+    // Both parts of a picked column are multiplied by the same bits of its slope: where the policy is sure, and a softcap flat, they
+    // cancel to a small rest. The slope is taken before the sweep overwrites z.
+    thread_local std::vector<T> slopes;
+    slopes.resize(g.tile.ids_per_row);
+    const int64_t first = row * g.tile.ids_per_row;
+    for_picked(g.tile, row, [&](int64_t at, int64_t column) { slopes[at - first] = head(z, column, Part<T>{1}).slope[0]; });
     for_columns<T>(g.tile.w, [&](int64_t c, int, auto access) {
         const Logit<T> logit = head(z, c, access);
         const Vec<T> logp = clamp_for_exp<T>((logit.x - m) - log_sum);
@@ -107,7 +115,7 @@ inline void dlogits_row(const Dlogits<T> &g, int64_t row, Head<T, kind> head) {
         if constexpr (kind != Logits::plain) dx *= logit.slope;
         access.store(z + c, dx);
     });
-    for_picked(g.tile, row, [&](int64_t at, int64_t column) { z[column] += g.picked_grad[at]; });
+    for_picked(g.tile, row, [&](int64_t at, int64_t column) { z[column] += g.picked[at] * slopes[at - first]; });
 }
 
 template <class T>

@@ -132,7 +132,7 @@ void fold(Rows<T> z, Maybe<const T> bias, double scale, double softcap, Maybe<co
 template <class T>
 void dlogits(Rows<T> z, Maybe<const T> bias, double scale, double softcap, Maybe<const T> inv_temperature, Matrix<const int64_t> ids,
              int64_t first_column, Vector<const T> max, Vector<const T> log_sum, Vector<const T> weight_p, Maybe<const T> weight_h,
-             Maybe<const T> entropy, Matrix<const T> picked_grad, int threads) {
+             Maybe<const T> entropy, Matrix<const T> picked, int threads) {
     const Tile<T> tile = make_tile(z, bias, scale, softcap, inv_temperature, ids, first_column);
     const Dlogits<T> g{tile,
                        data("max", max, tile.n),
@@ -140,8 +140,8 @@ void dlogits(Rows<T> z, Maybe<const T> bias, double scale, double softcap, Maybe
                        data("weight_p", weight_p, tile.n),
                        data("weight_h", weight_h, tile.n),
                        data("entropy", entropy, tile.n),
-                       data("picked_grad", picked_grad, tile.n)};
-    check_size("a row of picked_grad", picked_grad.shape(1), tile.ids_per_row);
+                       data("picked", picked, tile.n)};
+    check_size("a row of picked", picked.shape(1), tile.ids_per_row);
     if (g.weight_h && !g.entropy) throw nb::value_error("weight_h needs entropy");
     for_rows(tile, threads, [&, row_kernel = dlogits_of<T>(kernels)](int64_t row) { row_kernel(g, row); });
 }
@@ -154,7 +154,7 @@ void define(nb::module_ &m) {
           "spread"_a.noconvert().none(), "picked"_a.noconvert(), "threads"_a);
     m.def("dlogits", &dlogits<T>, "z"_a.noconvert(), "bias"_a.noconvert().none(), "scale"_a, "softcap"_a,
           "inv_temperature"_a.noconvert().none(), "ids"_a.noconvert(), "first_column"_a, "max"_a.noconvert(), "log_sum"_a.noconvert(),
-          "weight_p"_a.noconvert(), "weight_h"_a.noconvert().none(), "entropy"_a.noconvert().none(), "picked_grad"_a.noconvert(),
+          "weight_p"_a.noconvert(), "weight_h"_a.noconvert().none(), "entropy"_a.noconvert().none(), "picked"_a.noconvert(),
           "threads"_a);
 }
 

@@ -127,7 +127,7 @@ def statistics(state: State) -> Statistics:
 def dlogits(backend, case: Case, p: Problem, stats: Statistics) -> Tensor:
     acc = accumulation_dtype(p.rows.hidden, p.weight)
     entropy = None if p.coef.entropy is None else p.coef.entropy.to(acc)
-    coef = Coefficients(p.coef.probability.to(acc), entropy, p.coef.picked_grad.to(acc))
+    coef = Coefficients(p.coef.probability.to(acc), entropy, p.coef.picked.to(acc))
     tiles = []
     for part in slices(case, p.weight, p.bias):
         tiles.append(torch.full((case.n, part.weight.shape[0]), torch.nan, dtype=acc))
@@ -182,7 +182,7 @@ def test_inputs_with_strides():
         Rows(wide[:, ::2], p.rows.ids.t().contiguous().t(), torch.stack([p.rows.inv_temperature] * 2, 1)[:, 0]),
         p.weight.t().contiguous().t(),
         torch.stack([p.bias] * 2, 1)[:, 0],
-        replace(p.coef, picked_grad=p.coef.picked_grad.t().contiguous().t()),
+        replace(p.coef, picked=p.coef.picked.t().contiguous().t()),
     )
     for name, value in results(TRITON, case, strided).items():
         assert same_bits(value, plain[name]), name
@@ -213,7 +213,7 @@ def test_rows_do_not_see_each_other():
     state = State(*(torch.full_like(t, torch.nan) for t in (whole.max, whole.sum, whole.spread, whole.picked)))
     state.max.fill_(-torch.inf), state.sum.zero_(), state.spread.zero_()
     stats = statistics(whole)
-    coef = Coefficients(p.coef.probability.float(), p.coef.entropy.float(), p.coef.picked_grad.float())
+    coef = Coefficients(p.coef.probability.float(), p.coef.entropy.float(), p.coef.picked.float())
     dz = torch.full((case.n, case.V), torch.nan)
     for block in (slice(0, 1), slice(1, 12), slice(12, 17)):
         for part in slices(case, p.weight, p.bias):
@@ -300,7 +300,7 @@ def test_in_the_driver():
     for backend in (TRITON, TORCH):
         budget = 1 << 20
         stats = chunked.forward(backend, p.rows, p.weight, p.bias, case.spec, True, budget)
-        coef = Coefficients(p.coef.probability.float(), p.coef.entropy.float(), p.coef.picked_grad.float())
+        coef = Coefficients(p.coef.probability.float(), p.coef.entropy.float(), p.coef.picked.float())
         grads = chunked.backward(backend, p.rows, stats, coef, p.weight, p.bias, case.spec, (True, True, True), budget)
         both.append((stats.logprobs, stats.entropy, *grads))
     for got, want in zip(*both, strict=True):

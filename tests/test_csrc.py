@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_kernels.head.chunked import Coefficients, LogitSpec, State, Statistics
+from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
 
 epilogues = pytest.importorskip("bapo_kernels._epilogues", reason="the extension is not built (no C++ compiler?)")
 from bapo_kernels.head.cpu import CpuEpilogues  # noqa: E402
@@ -77,10 +77,6 @@ class Problem:
         loss = (picked * self.b.to(dtype)).sum() + (entropy * self.c.to(dtype)).sum()
         return picked.detach(), entropy.detach(), torch.autograd.grad(loss, z)[0]
 
-    def slope(self) -> Tensor:
-        z = self.z.double().requires_grad_()
-        return torch.autograd.grad(self.logits(torch.float64, z).sum(), z)[0]
-
     def _tile(self, first, last) -> Tensor:
         buffer = torch.full((len(self.z), last - first + self.padding), 77.0, dtype=self.z.dtype)
         self.buffers.append(buffer)
@@ -100,13 +96,11 @@ class Problem:
         return *state, picked
 
     def dlogits(self, max, log_sum, entropy, threads=1, with_entropy=True):
-        slope = self.slope().gather(1, self.ids.clamp(0, self.z.shape[1] - 1))
-        picked_grad = (self.b.double() * slope).to(self.z.dtype)
         out = []
         for first, last in self.chunks:
             z = self._tile(first, last)
             weights = (self.b.sum(1), self.c, entropy) if with_entropy else (self.b.sum(1), None, None)
-            epilogues.dlogits(*self._common(z, first, last), max, log_sum, *weights, picked_grad, threads)
+            epilogues.dlogits(*self._common(z, first, last), max, log_sum, *weights, self.b, threads)
             out.append(z)
         return torch.cat(out, 1)
 
@@ -363,14 +357,14 @@ def test_backend_class(logits, dtype):
     backend = CpuEpilogues()
     zero = torch.zeros(n, **like)
     state = State(zero - INF, zero.clone(), zero.clone(), torch.full((n, 3), math.nan, **like))
-    backend.fold(p.z.clone(), bias, spec, p.inv_temperature, p.ids, 0, state)
+    rows, part = Rows(torch.zeros(n, 0), p.ids, p.inv_temperature), Slice(torch.zeros(130, 0), bias, 0)
+    backend.fold(p.z.clone(), rows, part, spec, state)
     assert same_bits((m, s, u, picked), (state.max, state.sum, state.spread, state.picked))
 
     entropy = s.log() - u / s
-    picked_grad = (p.b.double() * p.slope().gather(1, p.ids)).to(dtype)
     z = p.z.clone()
-    stats, coef = Statistics(m, s.log(), entropy, picked), Coefficients(p.b.sum(1), p.c, picked_grad)
-    backend.dlogits(z, bias, spec, p.inv_temperature, p.ids, 0, stats, coef)
+    stats, coef = Statistics(m, s.log(), entropy, picked), Coefficients(p.b.sum(1), p.c, p.b)
+    backend.dlogits(z, rows, part, spec, stats, coef)
     assert same_bits((z,), (p.dlogits(m, s.log(), entropy),))
 
 

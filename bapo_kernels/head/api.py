@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bapo_kernels.head import autograd, reference
 from bapo_kernels.head.backends import choose, resolve_budget
-from bapo_kernels.head.inputs import head_inputs
+from bapo_kernels.head.inputs import head_problem
 
 
 class TokenStatistics(NamedTuple):
@@ -66,7 +66,7 @@ def linear_logprobs(
     """
     if tp_group is not None:
         raise ValueError("tp_group: vocabulary shards are not supported in this version; gather the weight")
-    inputs = head_inputs(
+    problem = head_problem(
         hidden,
         weight,
         targets,
@@ -80,13 +80,14 @@ def linear_logprobs(
         topk_ids=topk_ids,
     )
     chosen, budget = choose(backend, hidden.device), resolve_budget(memory_budget)
+    rows = hidden.reshape(problem.layout.numel(), hidden.shape[-1])
     if chosen is None:
-        logprobs, entropy = reference.run(inputs, return_entropy)
+        logprobs, entropy = reference.run(problem, return_entropy, rows, weight, bias)
     else:
-        logprobs, entropy = autograd.run(autograd.HeadCall(inputs, chosen, return_entropy, budget))
-    layout = inputs.layout
+        call = autograd.Call(problem, chosen, return_entropy, budget)
+        logprobs, entropy = autograd.run(call, rows, weight, bias)
     return TokenStatistics(
-        logprobs[:, 0].reshape(layout),
-        None if entropy is None else entropy.reshape(layout),
+        logprobs[:, 0].reshape(problem.layout),
+        None if entropy is None else entropy.reshape(problem.layout),
         None if topk_ids is None else logprobs[:, 1:].reshape(topk_ids.shape),
     )

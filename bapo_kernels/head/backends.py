@@ -6,11 +6,10 @@ from functools import cache
 
 import torch
 
+from bapo_kernels.checks import is_whole
+from bapo_kernels.head import cpu, triton
 from bapo_kernels.head.chunked import Backend
-from bapo_kernels.head.cpu import CpuEpilogues
-from bapo_kernels.head.cpu import available as cpu_unavailable
 from bapo_kernels.head.eager import GemmBackend, TorchEpilogues
-from bapo_kernels.head.triton import available as triton_unavailable
 
 NAMES = ("auto", "triton", "cpu", "torch", "reference")
 DEFAULT_BUDGET = 256 * 2**20
@@ -19,9 +18,9 @@ DEFAULT_BUDGET = 256 * 2**20
 def unavailable(name: str, device: torch.device) -> str | None:
     """Why a backend cannot serve tensors on `device`, or None if it can."""
     if name == "cpu":
-        return cpu_unavailable() if device.type == "cpu" else f"it works on CPU tensors, not on {device.type}"
+        return cpu.unavailable() if device.type == "cpu" else f"it works on CPU tensors, not on {device.type}"
     if name == "triton":
-        return triton_unavailable(device)
+        return triton.unavailable(device)
     return None
 
 
@@ -43,7 +42,7 @@ def _automatic(device_type: str) -> str:
         return "torch"
     if reason := unavailable(fast, torch.device(device_type)):
         warnings.warn(
-            f"bapo_kernels uses its slower PyTorch path: backend {fast!r} cannot be used ({reason})", stacklevel=5
+            f"bapo_kernels uses its slower PyTorch path: backend {fast!r} cannot be used ({reason})", stacklevel=2
         )
         return "torch"
     return fast
@@ -55,7 +54,7 @@ def _build(name: str) -> Backend:
         from bapo_kernels.head.triton.backend import TritonBackend
 
         return TritonBackend()
-    return GemmBackend(CpuEpilogues() if name == "cpu" else TorchEpilogues())
+    return GemmBackend(cpu.CpuEpilogues() if name == "cpu" else TorchEpilogues())
 
 
 def resolve_budget(memory_budget: int | None) -> int:
@@ -66,6 +65,6 @@ def resolve_budget(memory_budget: int | None) -> int:
         name = "BAPO_KERNELS_MEMORY_BUDGET"
         text = os.environ.get(name, str(DEFAULT_BUDGET))
         value = int(text) if text.isdecimal() else text
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    if not is_whole(value) or value <= 0:
         raise ValueError(f"{name} must be a number of bytes > 0, got {value!r}")
     return value

@@ -39,7 +39,7 @@ class LogitSpec:
 
 @dataclass
 class _PerRow:
-    """Fields are tensors whose first axis is the row (or None)."""
+    """Fields are contiguous tensors whose first axis is the row, or None."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         values = (getattr(self, f.name) for f in fields(self))
@@ -63,9 +63,7 @@ class State(_PerRow):
     max: Tensor  # (n,) m = max x, -inf at the start
     sum: Tensor  # (n,) sum exp(x - m)
     spread: Tensor | None  # (n,) sum exp(x - m) (x - m); only where the entropy is wanted
-    picked: (
-        Tensor  # (n, P) x at ids; NaN until its slice came by, so that an id outside the vocabulary never gets a number
-    )
+    picked: Tensor  # (n, P) x at ids; NaN until its slice came by: an id outside the vocabulary never gets a number
 
 
 @dataclass
@@ -84,13 +82,11 @@ class Statistics(_PerRow):
 
 @dataclass
 class Coefficients(_PerRow):
-    """The gradient of a row's logits x: sum_k picked_k (e_k - p) - entropy p (log p + H), with `probability` = sum_k picked_k.
+    """The gradient of a row's logits x: sum_k picked_k (e_k - p) - entropy p (log p + H)."""
 
-    `picked_grad` is picked_k times dx/dz at that id, so that epilogues add it to the finished dz."""
-
-    probability: Tensor  # (n,)
+    probability: Tensor  # (n,) the sum of picked_k, what multiplies -p
     entropy: Tensor | None  # (n,)
-    picked_grad: Tensor  # (n, P)
+    picked: Tensor  # (n, P) upstream gradients of the log-probs at ids
 
 
 @dataclass(frozen=True)
@@ -102,9 +98,7 @@ class Slice:
 
 class Backend(Protocol):
     name: str
-    native_dtypes: (
-        bool  # reads hidden and weight in their own dtypes; otherwise they are upcast before, a slice at a time
-    )
+    native_dtypes: bool  # reads hidden and weight as they are; otherwise they are upcast before, a slice at a time
     tiles: tuple[int, int]  # tiles of logits alive at once, forward and backward: what a memory budget counts
 
     def fold(self, rows: Rows, part: Slice, spec: LogitSpec, state: State, tile: Tensor | None) -> None:
@@ -126,9 +120,10 @@ def slice_edges(vocab_size: int, hidden_size: int) -> list[int]:
     columns = MAX_COLUMNS
     while columns > 2 * COLUMN_UNIT and columns * hidden_size > MAX_SLICE_ELEMENTS:
         columns //= 2
-    units, most = -(-vocab_size // COLUMN_UNIT), columns // COLUMN_UNIT
-    count = -(-units // most)
-    return [min(units * i // count * COLUMN_UNIT, vocab_size) for i in range(count + 1)]
+    unit = min(COLUMN_UNIT, columns)
+    units = -(-vocab_size // unit)
+    count = -(-units // (columns // unit))
+    return [min(units * i // count * unit, vocab_size) for i in range(count + 1)]
 
 
 def _slices(weight: Tensor, bias: Tensor | None, edges: list[int], acc: torch.dtype, native: bool) -> Iterator[Slice]:
@@ -147,8 +142,9 @@ def _blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
 
 
 def _pad(t: Tensor) -> Tensor:
+    """Up to a multiple of ROW_UNIT rows, by repeating the last: whatever is computed of it is as finite as there."""
     missing = -t.shape[0] % ROW_UNIT
-    return t if missing == 0 else torch.cat([t, t.new_zeros(missing, *t.shape[1:])])
+    return t if missing == 0 else torch.cat([t, t[-1:].expand(missing, *t.shape[1:])])
 
 
 def forward(
@@ -182,8 +178,8 @@ def forward(
                 backend.fold(rows.rows(block), part, spec, state.rows(block), view)
     state = state.rows(slice(0, n))
     log_sum = state.sum.log()
-    spread = None if state.spread is None else log_sum - state.spread / state.sum
-    return Statistics(state.max, log_sum, spread, state.picked)
+    h = None if state.spread is None else log_sum - state.spread / state.sum
+    return Statistics(state.max, log_sum, h, state.picked)
 
 
 def backward(
@@ -203,15 +199,19 @@ def backward(
     need_hidden, need_weight, need_bias = needs
     n, hidden_size = rows.hidden.shape
     device, acc = rows.hidden.device, accumulation_dtype(rows.hidden, weight, bias)
-    hidden_acc = rows.hidden.to(acc)
+    # The same rows as in the forward make the same logits, so they are padded alike; a padded row has no gradient.
+    rows, stats, coef = rows.map(_pad), stats.map(_pad), coef.map(_pad)
+    total = rows.hidden.shape[0]
+    coef.rows(slice(n, total)).map(Tensor.zero_)
+    hidden_acc = rows.hidden.to(acc) if need_weight or not backend.native_dtypes else rows.hidden
     if not backend.native_dtypes:
         rows = Rows(hidden_acc, rows.ids, rows.inv_temperature)
-    d_hidden = torch.zeros(n, hidden_size, dtype=acc, device=device) if need_hidden else None
+    d_hidden = torch.zeros(total, hidden_size, dtype=acc, device=device) if need_hidden else None
     d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_weight else None
     d_bias = torch.zeros(weight.shape[0], dtype=acc, device=device) if need_bias else None
     edges = slice_edges(spec.vocab_size, hidden_size)
     columns = max(b - a for a, b in pairwise(edges))
-    blocks = _blocks(n, backend.tiles[1] * columns * acc.itemsize, budget)
+    blocks = _blocks(total, backend.tiles[1] * columns * acc.itemsize, budget)
     tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
     scratch = (
         torch.empty(columns, hidden_size, dtype=acc, device=device) if need_weight and weight.dtype != acc else None
@@ -219,14 +219,14 @@ def backward(
     with full_precision(device.type):
         for part in _slices(weight, bias, edges, acc, backend.native_dtypes):
             first, last = part.first, part.first + part.weight.shape[0]
-            out = None
+            out, weight_acc = None, part.weight.to(acc) if need_hidden else part.weight
             if d_weight is not None:
                 out = d_weight[first:last] if scratch is None else scratch[: last - first]
             for i, block in enumerate(blocks):
                 dz = _tile(tile, block, part)
                 backend.dlogits(rows.rows(block), part, spec, stats.rows(block), coef.rows(block), dz)
                 if d_hidden is not None:
-                    d_hidden[block].addmm_(dz, part.weight.to(acc))
+                    d_hidden[block].addmm_(dz, weight_acc)
                 if out is not None:
                     torch.addmm(out, dz.t(), hidden_acc[block], beta=float(i > 0), out=out)
                 if d_bias is not None:
@@ -235,7 +235,7 @@ def backward(
                 d_weight[first:last].copy_(scratch[: last - first])
     if d_weight is not None:
         d_weight[spec.vocab_size :].zero_()
-    return d_hidden, d_weight, d_bias
+    return None if d_hidden is None else d_hidden[:n], d_weight, d_bias
 
 
 def _tile(buffer: Tensor, block: slice, part: Slice) -> Tensor:

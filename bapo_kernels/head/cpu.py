@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
-from bapo_kernels.head.chunked import Coefficients, LogitSpec, State, Statistics
+from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
 
 
 @cache
@@ -22,8 +22,8 @@ def _load():
         )
 
 
-def available() -> str | None:
-    """None if the backend can be used, otherwise the reason it cannot."""
+def unavailable() -> str | None:
+    """Why the backend cannot be used, or None if it can."""
     return _load()[1]
 
 
@@ -41,49 +41,18 @@ class CpuEpilogues:
         if reason:
             raise RuntimeError(reason)
 
-    def fold(
-        self,
-        z: Tensor,  # (n, w), overwritten
-        bias: Tensor | None,  # (w,)
-        spec: LogitSpec,
-        inv_temperature: Tensor | None,  # (n,)
-        ids: Tensor,  # (n, P)
-        first_column: int,
-        state: State,
-    ) -> None:
-        self._module.fold(
-            *self._tile(z, bias, spec, inv_temperature, ids, first_column),
-            _share(state.max),
-            _share(state.sum),
-            _share(state.spread),
-            _share(state.picked),
-            torch.get_num_threads(),
-        )
+    def fold(self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, state: State) -> None:
+        statistics = map(_share, (state.max, state.sum, state.spread, state.picked))
+        self._module.fold(*_tile(z, rows, part, spec), *statistics, torch.get_num_threads())
 
     def dlogits(
-        self,
-        z: Tensor,
-        bias: Tensor | None,
-        spec: LogitSpec,
-        inv_temperature: Tensor | None,
-        ids: Tensor,
-        first_column: int,
-        statistics: Statistics,
-        coefficients: Coefficients,
+        self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients
     ) -> None:
-        wants_entropy = coefficients.entropy is not None
-        self._module.dlogits(
-            *self._tile(z, bias, spec, inv_temperature, ids, first_column),
-            _share(statistics.max),
-            _share(statistics.log_sum),
-            _share(coefficients.probability),
-            _share(coefficients.entropy),
-            _share(statistics.entropy) if wants_entropy else None,
-            _share(coefficients.picked_grad),
-            torch.get_num_threads(),
-        )
+        entropy = None if coef.entropy is None else stats.entropy
+        vectors = map(_share, (stats.max, stats.log_sum, coef.probability, coef.entropy, entropy, coef.picked))
+        self._module.dlogits(*_tile(z, rows, part, spec), *vectors, torch.get_num_threads())
 
-    @staticmethod
-    def _tile(z, bias, spec, inv_temperature, ids, first_column):
-        softcap = 0.0 if spec.softcap is None else float(spec.softcap)
-        return _share(z), _share(bias), float(spec.scale), softcap, _share(inv_temperature), _share(ids), first_column
+
+def _tile(z: Tensor, rows: Rows, part: Slice, spec: LogitSpec) -> tuple:
+    vectors = _share(rows.inv_temperature), _share(rows.ids), part.first
+    return _share(z), _share(part.bias), spec.scale, spec.softcap or 0.0, *vectors

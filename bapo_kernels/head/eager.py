@@ -9,32 +9,15 @@ from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, Stat
 
 
 class Epilogues(Protocol):
-    """Each is one pass over a tile z of products hidden . weight, which it may overwrite."""
+    """Each is one pass over a tile z (n, w) of products hidden . weight, which it overwrites."""
 
     name: str
     tiles: tuple[int, int]  # tiles alive at once, forward and backward, z included
 
-    def fold(
-        self,
-        z: Tensor,
-        bias: Tensor | None,
-        spec: LogitSpec,
-        inv_temperature: Tensor | None,
-        ids: Tensor,
-        first_column: int,
-        state: State,
-    ) -> None: ...
+    def fold(self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, state: State) -> None: ...
 
     def dlogits(
-        self,
-        z: Tensor,
-        bias: Tensor | None,
-        spec: LogitSpec,
-        inv_temperature: Tensor | None,
-        ids: Tensor,
-        first_column: int,
-        statistics: Statistics,
-        coefficients: Coefficients,
+        self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients
     ) -> None: ...
 
 
@@ -50,22 +33,22 @@ class GemmBackend:
     def fold(self, rows: Rows, part: Slice, spec: LogitSpec, state: State, tile: Tensor | None) -> None:
         assert tile is not None
         torch.mm(rows.hidden, part.weight.t(), out=tile)
-        self.epilogues.fold(tile, part.bias, spec, rows.inv_temperature, rows.ids, part.first, state)
+        self.epilogues.fold(tile, rows, part, spec, state)
 
     def dlogits(
         self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
     ) -> None:
         torch.mm(rows.hidden, part.weight.t(), out=out)
-        self.epilogues.dlogits(out, part.bias, spec, rows.inv_temperature, rows.ids, part.first, stats, coef)
+        self.epilogues.dlogits(out, rows, part, spec, stats, coef)
 
 
 class TorchEpilogues:
     name = "torch"
     tiles = (2, 4)
 
-    def fold(self, z, bias, spec, inv_temperature, ids, first_column, state):
-        x = _logits_(z, bias, spec, inv_temperature)
-        column = ids - first_column
+    def fold(self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, state: State) -> None:
+        x = _logits_(z, part.bias, spec, rows.inv_temperature)
+        column = rows.ids - part.first
         inside = (column >= 0) & (column < x.shape[1])
         picked = x.gather(1, column.clamp(0, x.shape[1] - 1))
         state.picked.copy_(torch.where(inside, picked, state.picked))
@@ -85,21 +68,24 @@ class TorchEpilogues:
             state.sum.mul_(keep).add_(e.sum(1))
         state.max.copy_(new_max)
 
-    def dlogits(self, z, bias, spec, inv_temperature, ids, first_column, statistics, coefficients):
-        x = _logits_(z, bias, spec, inv_temperature)
-        chain = logit_slope(x, spec, inv_temperature)
-        log_p = x.sub_(statistics.max[:, None]).sub_(statistics.log_sum[:, None]).clamp_(min=_FLOOR)
+    def dlogits(
+        self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients
+    ) -> None:
+        x = _logits_(z, part.bias, spec, rows.inv_temperature)
+        slope = logit_slope(x, spec, rows.inv_temperature)
+        log_p = x.sub_(stats.max[:, None]).sub_(stats.log_sum[:, None]).clamp_(min=_FLOOR)
         p = log_p.exp()
-        if coefficients.entropy is None:
-            g = p.mul_(-coefficients.probability[:, None])
+        if coef.entropy is None:
+            g = p.mul_(-coef.probability[:, None])
         else:
-            inner = log_p.add_(statistics.entropy[:, None]).mul_(coefficients.entropy[:, None])
-            g = p.neg_().mul_(inner.add_(coefficients.probability[:, None]))
-        if chain is not None:
-            g.mul_(chain)
-        column = ids - first_column
+            assert stats.entropy is not None
+            inner = log_p.add_(stats.entropy[:, None]).mul_(coef.entropy[:, None])
+            g = p.neg_().mul_(inner.add_(coef.probability[:, None]))
+        column = rows.ids - part.first
         inside = (column >= 0) & (column < z.shape[1])
-        g.scatter_add_(1, column.clamp(0, z.shape[1] - 1), coefficients.picked_grad.masked_fill(~inside, 0.0))
+        g.scatter_add_(1, column.clamp(0, z.shape[1] - 1), coef.picked.masked_fill(~inside, 0.0))
+        if slope is not None:
+            g.mul_(slope)
         z.copy_(g)
 
 

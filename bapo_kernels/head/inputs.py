@@ -1,36 +1,44 @@
 """Validation of the head's arguments, before any work, and their flat form: one row for each token."""
 
-import math
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 
+from bapo_kernels.checks import (
+    check_floating,
+    check_shape,
+    check_tensor,
+    is_integer,
+    is_number,
+    is_whole,
+    shape_of,
+    values_are_checked,
+)
 from bapo_kernels.head.chunked import LogitSpec, accumulation_dtype
 from bapo_kernels.head.rows import Selection
-from bapo_kernels.layout import check_tensor, is_integer, shape_of, values_are_checked
 
 
 @dataclass(frozen=True)
-class HeadInputs:
-    """Flat and validated. `ids` and `inv_temperature` hold only the selected rows."""
+class Problem:
+    """What is asked of the head, validated. It holds no tensor that may need a gradient: autograd saves and frees those."""
 
     layout: torch.Size
-    hidden: Tensor  # (N, D)
-    weight: Tensor  # (V, D)
-    bias: Tensor | None  # (V,)
     selection: Selection  # n of the N rows: those that count
-    ids: Tensor  # (n, 1 + K) int64, column 0 the target
+    ids: Tensor  # (n, P) int64: column 0 the target, then the recorded ids, -1 where padded
     inv_temperature: Tensor | None  # (n,)
     spec: LogitSpec
+    dtype: torch.dtype  # of logits, statistics and outputs
 
     @property
-    def dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.hidden, self.weight, self.bias)
+    def padding(self) -> Tensor:
+        """(n, P) True at padded ids. A target of -1 is not padding: it is invalid, and its log-prob must not be a number."""
+        padding = self.ids == -1
+        padding[:, 0] = False
+        return padding
 
 
-def head_inputs(
+def head_problem(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -43,18 +51,20 @@ def head_inputs(
     softcap: float | None,
     vocab_size: int | None,
     topk_ids: Tensor | None,
-) -> HeadInputs:
-    check_head_tensors(hidden, weight, bias)
+) -> Problem:
+    _check_head_tensors(hidden, weight, bias)
     layout, device = hidden.shape[:-1], hidden.device
-    _check_layout("targets", targets, tuple(layout), hidden)
+    like = f"hidden {shape_of(hidden)}"
+    check_shape("targets", targets, tuple(layout), like, device)
     _check_ids_dtype("targets", targets)
     if mask is not None:
-        _check_layout("mask", mask, tuple(layout), hidden)
+        check_shape("mask", mask, tuple(layout), like, device)
     if topk_ids is not None:
-        check_tensor("topk_ids", topk_ids, device)
-        _check_layout("topk_ids", topk_ids, (*layout, topk_ids.shape[-1] if topk_ids.dim() else "K"), hidden)
+        check_shape("topk_ids", topk_ids, (*layout, "K"), like, device)
         _check_ids_dtype("topk_ids", topk_ids)
-    spec = logit_spec(weight, logit_scale, softcap, vocab_size)
+    if not is_whole(ignore_index):
+        raise ValueError(f"ignore_index must be an integer, got {ignore_index!r}")
+    spec = _logit_spec(weight, logit_scale, softcap, vocab_size)
 
     rows = layout.numel()
     flat_targets = targets.reshape(rows)
@@ -68,49 +78,44 @@ def head_inputs(
     if values_are_checked(device):
         _check_id_range("targets", ids[:, :1], spec.vocab_size)
         _check_id_range("topk_ids", ids[:, 1:].masked_fill(ids[:, 1:] == -1, 0), spec.vocab_size)
-    ids = ids.contiguous()
     acc = accumulation_dtype(hidden, weight, bias)
     inv_temperature = _inverse_temperature(temperature, layout, selection, acc, device)
-    return HeadInputs(
-        layout, hidden.reshape(rows, hidden.shape[-1]), weight, bias, selection, ids, inv_temperature, spec
-    )
+    return Problem(layout, selection, ids.contiguous(), inv_temperature, spec, acc)
 
 
-def check_head_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    """`prefix` names the side: "" or "rollout_"."""
-    h, w, b = f"{prefix}hidden", f"{prefix}weight", f"{prefix}bias"
-    check_tensor(h, hidden, None)
-    for name, t in ((h, hidden), (w, weight), (b, bias)):
-        if t is None and name == b:
-            continue
-        check_tensor(name, t, hidden.device)
-        assert t is not None
-        if not t.dtype.is_floating_point:
-            raise ValueError(f"{name} must be floating point, got {t.dtype}")
+def _check_head_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_tensor("hidden", hidden, None)
+    check_tensor("weight", weight, hidden.device)
+    given = {"hidden": hidden, "weight": weight}
+    if bias is not None:
+        check_tensor("bias", bias, hidden.device)
+        given["bias"] = bias
+    for name, t in given.items():
+        check_floating(name, t)
     if hidden.dim() < 1:
-        raise ValueError(f"{h} must have shape (..., D), got a scalar")
+        raise ValueError("hidden must have shape (..., D), got a scalar")
     if weight.dim() == 1 or (weight.dim() == 2 and weight.shape[0] == 0):
         raise ValueError(
-            f"{w} has shape {shape_of(weight)}, not (V, D): is it a shard (ZeRO-3, FSDP)? Gather it before the call"
+            f"weight has shape {shape_of(weight)}, not (V, D): is it a shard (ZeRO-3, FSDP)? Gather it before the call"
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
-            f"{w} must have shape (V, {hidden.shape[-1]}) to go with {h} {shape_of(hidden)}, got {shape_of(weight)}"
+            f"weight must have shape (V, {hidden.shape[-1]}) to go with hidden {shape_of(hidden)}, got {shape_of(weight)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"{b} must have shape ({weight.shape[0]},) to go with {w} {shape_of(weight)}, got {shape_of(bias)}"
+            f"bias must have shape ({weight.shape[0]},) to go with weight {shape_of(weight)}, got {shape_of(bias)}"
         )
 
 
-def logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab_size: int | None) -> LogitSpec:
-    if not isinstance(logit_scale, Real) or not math.isfinite(logit_scale):
+def _logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab_size: int | None) -> LogitSpec:
+    if not is_number(logit_scale):
         raise ValueError(f"logit_scale must be a finite number, got {logit_scale!r}")
-    if softcap is not None and not (isinstance(softcap, Real) and 0 < softcap < math.inf):
+    if softcap is not None and not (is_number(softcap) and softcap > 0):
         raise ValueError(f"softcap must be a number > 0 or None, got {softcap!r}")
     if vocab_size is None:
         vocab_size = weight.shape[0]
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or not 1 <= vocab_size <= weight.shape[0]:
+    if not is_whole(vocab_size) or not 1 <= vocab_size <= weight.shape[0]:
         raise ValueError(
             f"vocab_size must be an integer in [1, {weight.shape[0]}], the rows of weight {shape_of(weight)}, got {vocab_size!r}"
         )
@@ -121,7 +126,7 @@ def _inverse_temperature(
     temperature: float | Tensor, layout: torch.Size, selection: Selection, acc: torch.dtype, device: torch.device
 ) -> Tensor | None:
     if not isinstance(temperature, Tensor):
-        if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 < temperature < math.inf:
+        if not is_number(temperature) or temperature <= 0:
             raise ValueError(f"temperature must be a number > 0 or a tensor of them, got {temperature!r}")
         return (
             None
@@ -139,13 +144,6 @@ def _inverse_temperature(
     if values_are_checked(device) and not bool((taken > 0).all()):
         raise ValueError(f"temperature must be > 0 in every active row, got {float(taken.min())}")
     return taken.reciprocal()
-
-
-def _check_layout(name: str, t: Tensor, shape: tuple, hidden: Tensor) -> None:
-    check_tensor(name, t, hidden.device)
-    if tuple(t.shape) != shape:
-        want = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
-        raise ValueError(f"{name} must have shape {want} to go with hidden {shape_of(hidden)}, got {shape_of(t)}")
 
 
 def _check_ids_dtype(name: str, t: Tensor) -> None:

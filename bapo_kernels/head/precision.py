@@ -7,6 +7,7 @@ import torch
 
 # The newer of PyTorch's two ways to set this: the older one raises where a program has used both.
 _SETTINGS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+_EXACT = ("none", "ieee")
 _lock = threading.Lock()
 _inside = 0
 _before: list[str] = []
@@ -19,8 +20,9 @@ def full_precision(device_type: str):
     with _lock:
         if _inside == 0:
             _before = [s.fp32_precision for s in _SETTINGS]
-            for s in _SETTINGS:
-                s.fp32_precision = "ieee"
+            for s, value in zip(_SETTINGS, _before, strict=True):
+                if value not in _EXACT:
+                    s.fp32_precision = "ieee"
         _inside += 1
     try:
         with torch.autocast(device_type, enabled=False):
@@ -30,4 +32,7 @@ def full_precision(device_type: str):
             _inside -= 1
             if _inside == 0:
                 for s, value in zip(_SETTINGS, _before, strict=True):
-                    s.fp32_precision = value
+                    if value not in _EXACT:
+                        # What is read may be inherited from the general setting, and has to stay so.
+                        general = torch.backends.fp32_precision  # type: ignore[attr-defined]
+                        s.fp32_precision = "none" if value == general else value

@@ -42,12 +42,10 @@ class Selection:
         return self.take(t)
 
     def then(self, inner: "Selection") -> "Selection":
-        """Select by `inner` among the rows selected here."""
+        """Select by `inner`, compacted, among the rows selected here."""
         if self.index is None and self.mask is None:
             return inner
         if inner.index is None and inner.mask is None:
             return self
-        if self.index is not None and inner.index is not None:
-            return Selection(self.total, index=self.index[inner.index])
-        assert self.mask is not None and inner.mask is not None  # one capture state for both
-        return Selection(self.total, mask=self.mask & inner.mask)
+        assert self.index is not None and inner.index is not None
+        return Selection(self.total, index=self.index[inner.index])

@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from bapo_kernels.checks import is_number
 from bapo_kernels.controller import CONTRIBUTIONS, MEASURES, ORDERS, WEIGHTINGS, find_bounds
-from bapo_kernels.losses.base import Loss, TokenLoss, Tokens, is_number
+from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 from bapo_kernels.losses.clip import clipped_surrogate
 
 
@@ -58,7 +59,9 @@ class BAPO(Loss):
                     all(map(is_number, value)) and 0 <= value[0] <= value[1],
                     "(start, end) with 0 <= start <= end",
                 )
-            elif not isinstance(value[0], Tensor):
+            elif isinstance(value[0], Tensor):
+                self._require(name, value[0].dim() == 0, "a number or a 0-d tensor where it is fixed")
+            else:
                 self._require(name, is_number(value[0]) and value[0] >= 0, "(start, end) with 0 <= start <= end")
         for name, allowed in (
             ("contribution", CONTRIBUTIONS),

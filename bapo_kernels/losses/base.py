@@ -4,21 +4,22 @@ Every path (log-probs in hand, fused head, reference, checks) evaluates this rul
 that do not count hold harmless ones, ratios cannot overflow.
 """
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from bapo_kernels.checks import is_number
 from bapo_kernels.layout import Layout
 
 MAX_LOG_RATIO = 20.0
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to +-20: finite, and with gradient 0 where clamped."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    """exp of a log-ratio clamped to +-20: finite, and with gradient 0 where clamped. NaN stays, in the gradient too."""
+    outside = log_ratio.abs() > MAX_LOG_RATIO
+    return torch.where(outside, log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), log_ratio).exp()
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class Loss:
 
     name: ClassVar[str]
     aggregation: ClassVar[str] = "token-mean"
-    needs: ClassVar[tuple[str, ...]] = ()  # inputs that must be given
 
     def rule(self, x: Tokens) -> TokenLoss:
         raise NotImplementedError
@@ -92,7 +92,3 @@ class Loss:
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(self))})"  # type: ignore[arg-type]
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,12 +1,12 @@
 """The head on GPUs, in Triton. `backend.py` launches the kernels, one to a file, with the block sizes of `configs.py`.
 
-Importing this package needs no Triton: ask `available` first, then import `backend`."""
+Importing this package needs no Triton: ask `unavailable` first, then import `backend`."""
 
 import torch
 
 
-def available(device: torch.device) -> str | None:
-    """None if the Triton backend can run for tensors on `device`; otherwise the reason, in a sentence."""
+def unavailable(device: torch.device) -> str | None:
+    """Why the Triton backend cannot run for tensors on `device`, in a sentence, or None if it can."""
     try:
         from bapo_kernels.head.triton.backend import reason_against
     except ImportError as error:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
+from bapo_kernels.head.eager import logit_slope
 from bapo_kernels.head.triton.configs import Config, find_config
 from bapo_kernels.head.triton.dlogits import dlogits_tile
 from bapo_kernels.head.triton.fold import fold_tile
@@ -127,7 +128,7 @@ class TritonBackend:
                 None if coef.entropy is None else _vector(stats.entropy),
                 _vector(coef.probability),
                 _vector(coef.entropy),
-                coef.picked_grad,
+                coef.picked,
                 out,
                 *(n, w, rows.hidden.shape[1], part.first),
                 *_scalars(spec, out.dtype),
@@ -135,19 +136,21 @@ class TritonBackend:
                     *rows.hidden.stride(),
                     *part.weight.stride(),
                     rows.ids.stride(0),
-                    coef.picked_grad.stride(0),
+                    coef.picked.stride(0),
                     out.stride(0),
                 ),
                 **_tile_options(rows, part, config),
             )
             if ids > 1:
                 config = self._config("scatter_grad", rows, part, spec)
+                slope = logit_slope(stats.picked, spec, rows.inv_temperature)
+                picked_grad = coef.picked if slope is None else coef.picked * slope
                 scatter_grad[(n * triton.cdiv(ids - 1, config.blocks["BK"]),)](
                     rows.ids,
-                    coef.picked_grad,
+                    picked_grad,
                     out,
                     *(w, ids, part.first),
-                    *(*rows.ids.stride(), *coef.picked_grad.stride(), out.stride(0)),
+                    *(*rows.ids.stride(), *picked_grad.stride(), out.stride(0)),
                     **kernel_options(config),
                 )
 

@@ -1,6 +1,7 @@
 """Backward tile: the forward's logits again, turned into the gradient of their products.
 
-With x the logit and dx/dz its slope: dz = -p (probability + entropy_coef (log p + H)) dx/dz + picked_grad at the target."""
+With x the logit and dx/dz its slope: dz = (picked at the target - p (probability + entropy_coef (log p + H))) dx/dz. Both parts of the
+target's column have the same slope: where the policy is sure, they cancel to a small rest."""
 
 import triton
 import triton.language as tl
@@ -20,7 +21,7 @@ def dlogits_tile(
     entropy,  # (n,) H, or None
     probability,  # (n,) coefficient of -p
     entropy_coef,  # (n,) or None
-    picked_grad,  # (n, P), the slope included
+    picked,  # (n, P) coefficients of the logits at ids
     out,  # (n, w) dz
     n,
     w,
@@ -63,12 +64,11 @@ def dlogits_tile(
         b = tl.load(entropy_coef + row)
         a += b * tl.load(entropy + row)
         g *= a[:, None] + b[:, None] * at_least_floor(log_p)
-    g = times_slope(g, t, b_inv_t, scale, softcap)
-
     row = row.to(tl.int64)
     target = column_of(tl.load(ids + row * stride_in), first, w)
     at_target = o_v[None, :] == target[:, None]
-    g = tl.where(at_target, g + tl.load(picked_grad + row * stride_gn)[:, None], g)
+    g = tl.where(at_target, g + tl.load(picked + row * stride_gn)[:, None], g)
+    g = times_slope(g, t, b_inv_t, scale, softcap)
     m_out = (o_n < n)[:, None]
     if not EVEN_W:
         m_out = m_out & (o_v < w)[None, :]

@@ -1,0 +1,60 @@
+"""Validation of arguments: what the checks of every function have in common."""
+
+import math
+import os
+from numbers import Integral, Real
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """A finite real number that is no bool; NumPy's scalars are."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_integer(t: Tensor) -> bool:
+    return not t.dtype.is_floating_point and not t.dtype.is_complex and t.dtype != torch.bool
+
+
+def shape_of(t: Tensor) -> str:
+    return str(tuple(t.shape))
+
+
+def check_tensor(name: str, t: object, device: torch.device | None) -> None:
+    """A plain real tensor, on `device`."""
+    if not isinstance(t, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(t).__name__}")
+    if type(t).__name__ == "DTensor":
+        raise ValueError(f"{name} is a DTensor: pass its full_tensor(), or to_local() if it is replicated")
+    if t.is_complex():
+        raise ValueError(f"{name} must be real, got {t.dtype}")
+    if device is not None and t.device != device:
+        raise ValueError(f"{name} is on {t.device}, but the other tensors are on {device}")
+
+
+def check_shape(name: str, t: object, shape: tuple, like: str, device: torch.device) -> None:
+    """`shape` may name a free size with a letter; `like` says what it has to go with."""
+    check_tensor(name, t, device)
+    assert isinstance(t, Tensor)
+    fits = len(t.shape) == len(shape) and all(
+        isinstance(want, str) or want == got for want, got in zip(shape, t.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{name} must have shape ({wanted}) to go with {like}, got {shape_of(t)}")
+
+
+def check_floating(name: str, t: Tensor) -> None:
+    if not t.dtype.is_floating_point:
+        raise ValueError(f"{name} must be floating point, got {t.dtype}")
+
+
+def values_are_checked(device: torch.device) -> bool:
+    """Values of tensors are validated where that is free: on CPU. On an accelerator it would stall the stream, so only when asked."""
+    return device.type == "cpu" or os.environ.get("BAPO_KERNELS_CHECK", "0") not in ("", "0")

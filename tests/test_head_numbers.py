@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import BACKENDS, FUSED, INF, Problem, close, normal, weighted
+from helpers import BACKENDS, FUSED, INF, Problem, close, integers, normal, weighted
 
 import bapo_kernels as bk
 
@@ -221,3 +221,22 @@ def test_logit_scale_equals_scaled_hidden_states(backend):
     p = Problem.random(9, 5, 70, bias=False)
     scaled = Problem(p.hidden * 0.0625, p.weight, None, p.targets)
     close(p.run(backend, logit_scale=0.0625).logprobs, scaled.run(backend).logprobs)
+
+
+@pytest.mark.parametrize("backend", FUSED)
+def test_a_confident_token_under_a_softcap(backend):
+    """1 - p and the slope are both small: the parts of the target's column have to cancel with the same slope."""
+    n, v = 400, 300
+    targets = integers(v, n)
+    logits = normal(n, v, dtype=torch.float32)
+    logits[torch.arange(n), targets] = 40 + 30 * normal(n, seed=1, dtype=torch.float32).abs()
+
+    def grad(dtype, name):
+        h = logits.to(dtype, copy=True).requires_grad_()
+        w = torch.eye(v, dtype=dtype)
+        bk.linear_logprobs(h, w, targets, softcap=20.0, temperature=1.5, backend=name).logprobs.sum().backward()
+        return h.grad.double().gather(1, targets[:, None])
+
+    exact = grad(torch.float64, "reference")
+    ours, theirs = ((grad(torch.float32, b) - exact).square().mean().sqrt() for b in (backend, "reference"))
+    assert ours <= 2 * theirs, f"{ours:.1e}, PyTorch {theirs:.1e}, of values like {exact.abs().mean():.1e}"

@@ -18,7 +18,8 @@ PYTEST_ARGS ?= -n auto
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
-# torch goes first and by exact version: a free choice of version could bring gigabytes of CUDA libraries that nothing here needs.
+# torch goes first and by exact version. Where the index offers CUDA builds only, a CPU build saves gigabytes: set PIP_EXTRA_INDEX_URL or
+# PIP_FIND_LINKS to where one is.
 $(VENV)/.python: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip

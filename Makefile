@@ -34,7 +34,7 @@ $(INSTALLED): $(VENV)/.python pyproject.toml $(CSRC)
 build: $(INSTALLED)  ## Set up .venv and compile the extension
 
 demo: $(INSTALLED)  ## Self-check of the kernels, then a small training run
-	$(BIN)/python -m bapo_kernels.cli check --quick
+	$(BIN)/python -m bapo_kernels check --quick
 	$(BIN)/python demo/train.py
 
 test: $(INSTALLED)  ## The whole test suite

@@ -18,6 +18,12 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def fits_fp32(value: float) -> bool:
+    """Neither inf nor, unless it is 0, 0 in the dtype that kernels compute in."""
+    info = torch.finfo(torch.float32)
+    return value == 0 or info.tiny <= abs(value) <= info.max
+
+
 def is_integer(t: Tensor) -> bool:
     return not t.dtype.is_floating_point and not t.dtype.is_complex and t.dtype != torch.bool
 
@@ -48,6 +54,28 @@ def check_shape(name: str, t: object, shape: tuple, like: str, device: torch.dev
     if not fits:
         wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{name} must have shape ({wanted}) to go with {like}, got {shape_of(t)}")
+
+
+def check_mask(mask: object, shape: tuple, like: str, device: torch.device) -> None:
+    """Of the batch's layout, and 0 or 1: a mask of weights would silently count as 1."""
+    check_shape("mask", mask, shape, like, device)
+    assert isinstance(mask, Tensor)
+    if mask.dtype != torch.bool and values_are_checked(device):
+        odd = mask[(mask != 0) & (mask != 1)]
+        if odd.numel():
+            raise ValueError(f"mask must hold 0 or 1 only, got {odd[0].item()}; weights belong into the advantages")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_group(name: str, group: object) -> None:
+    if group is None:
+        return
+    if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
+        raise ValueError(f"{name} must be a torch.distributed group or None, got {type(group).__name__}: {group!r}")
 
 
 def check_floating(name: str, t: Tensor) -> None:

@@ -20,6 +20,7 @@ CONTRIBUTIONS = ("share", "signed", "ratio")
 MEASURES = ("surrogate", "gradient")
 WEIGHTINGS = ("rollout", "none")
 ORDERS = ("high-first", "low-first")
+MAX_STEPS = 1000  # of one bound: the sums hold a value for each token and step
 
 
 class BapoBounds(NamedTuple):
@@ -47,8 +48,9 @@ def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
             positive, negative = torch.minimum(r, high), torch.maximum(r, low)
         else:
             positive, negative = torch.where(r <= high, r, 0.0), torch.where(r >= low, r, 0.0)
-        s_plus = torch.where(active & (advantage > 0), weight, 0.0) @ positive
-        s_minus = torch.where(active & (advantage < 0), weight, 0.0) @ negative
+        # Not <= 0, rather than > 0: an advantage of NaN is in both sums, and shows.
+        s_plus = torch.where(active & ~(advantage <= 0), weight, 0.0) @ positive
+        s_minus = torch.where(active & ~(advantage >= 0), weight, 0.0) @ negative
         if x.dp_group is not None:
             sums = torch.cat([s_plus, s_minus])
             torch.distributed.all_reduce(sums, group=x.dp_group)

@@ -30,5 +30,8 @@ def env_report() -> dict[str, str]:
             report[f"backend {name} on {device.type}"] = backends.unavailable(name, device) or "usable"
         chosen = backends.choose("auto", device)
         report[f"backend auto on {device.type}"] = chosen.name if chosen else "reference"
-    report["memory budget"] = f"{backends.resolve_budget(None) / 2**20:g} MiB"
+    try:
+        report["memory budget"] = f"{backends.resolve_budget(None) / 2**20:g} MiB"
+    except ValueError as error:
+        report["memory budget"] = f"invalid: {error}"
     return report

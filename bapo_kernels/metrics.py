@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bapo_kernels.losses.base import TokenLoss, Tokens
+from bapo_kernels.losses.base import MAX_LOG_RATIO, TokenLoss, Tokens
 
 
 def metrics(
@@ -19,7 +19,7 @@ def metrics(
         ratio_max = torch.where(x.mask, ratio, -torch.inf).amax() if ratio.numel() else nan
         retained = torch.where(clipped == 0, advantage, 0.0)
         centred = (x.logprobs - x.mean(x.logprobs)) * (retained - x.mean(retained))
-        log_ratio = x.logprobs - x.old_logprobs
+        log_ratio = (x.logprobs - x.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # as in the ratio
         values = {
             "policy_loss": policy_loss,
             "kl": nan if kl is None else x.mean(kl),

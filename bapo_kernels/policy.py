@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bapo_kernels import aggregation as agg
 from bapo_kernels import losses, regularizers
-from bapo_kernels.checks import check_floating, check_shape, check_tensor
+from bapo_kernels.checks import check_flag, check_floating, check_group, check_mask, check_shape, check_tensor
 from bapo_kernels.controller import BapoBounds, find_bounds
 from bapo_kernels.head.api import linear_logprobs
 from bapo_kernels.layout import Layout
@@ -57,6 +57,8 @@ class PolicyOptions:
     def __post_init__(self):
         agg.check(self.own_aggregation, self.normalizer, self.max_length)
         regularizers.check(self.kl_coef, self.kl_estimator, self.entropy_coef, self.top_entropy)
+        check_group("dp_group", self.dp_group)
+        check_flag("return_tokens", self.return_tokens)
         if self.correction is not None:
             raise ValueError(f"correction must be None in this version, got {self.correction!r}")
 
@@ -344,7 +346,7 @@ def _layout_and_mask(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor |
     layout = Layout.of("logprobs", logprobs.shape, cu_seqlens, logprobs.device)
     if mask is None:
         return layout, torch.ones(layout.shape, dtype=torch.bool, device=logprobs.device)
-    check_shape("mask", mask, tuple(layout.shape), "logprobs", logprobs.device)
+    check_mask(mask, tuple(layout.shape), "logprobs", logprobs.device)
     return layout, mask != 0
 
 
@@ -380,7 +382,7 @@ def _evaluate(
         policy = term.loss
         if options.top_entropy is not None:
             assert h is not None
-            policy = torch.where(regularizers.highest_entropy(x, h, options.top_entropy), policy, 0.0)
+            policy = regularizers.keep_highest_entropy(x, policy, h, options.top_entropy)
         per_token, kl = policy, None
         if recorded.ref_logprobs is not None:
             kl = regularizers.kl(options.kl_estimator, lp, _clean(recorded.ref_logprobs.detach(), active, acc))

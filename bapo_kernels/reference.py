@@ -1,6 +1,7 @@
 """The public functions on materialised logits, in plain PyTorch autograd: same signatures, same arguments. The oracle.
 
-The loss is the one rule that every path evaluates, on vectors of N numbers; what differs is the head.
+The loss is the one rule that every path evaluates, on vectors of N numbers; what differs is the head. Its forward is fp32 whatever the
+process has set; its backward is PyTorch's, so run it outside of autocast and with tf32 off.
 """
 
 from functools import wraps

@@ -28,19 +28,21 @@ def kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return k3 if estimator == "k3" else k3.detach() + (half_square - half_square.detach())
 
 
-def highest_entropy(x: Tokens, entropy: Tensor, fraction: float) -> Tensor:
-    """Mask (layout) of the ceil(fraction * n) active tokens of highest entropy, ties at the threshold kept (Wang et al. 2025, the
-    80/20 rule, arXiv 2506.01939); over the global batch with x.dp_group."""
-    values = torch.where(x.mask, entropy.detach(), -torch.inf).flatten()
+def keep_highest_entropy(x: Tokens, policy: Tensor, entropy: Tensor, fraction: float) -> Tensor:
+    """The policy term, 0 but for the ceil(fraction * n) active tokens of highest entropy, ties at the threshold kept (Wang et al.
+    2025, the 80/20 rule, arXiv 2506.01939); over the global batch with x.dp_group. NaN is not dropped, of term or entropy."""
+    entropy = entropy.detach()
+    values = torch.where(x.mask, entropy, -torch.inf).flatten()
     if x.dp_group is not None:
         values = _gather(values, x.dp_group)
     if values.numel() == 0:
-        return x.mask
+        return policy
     count = (values > -torch.inf).sum()
     # A hair less, so that 0.28 * 25 = 7.000000000000001 keeps seven.
     keep = torch.ceil(count.double() * fraction - 1e-9).long().clamp(min=1)
     threshold = values.sort(descending=True).values.gather(0, (keep - 1)[None])[0]
-    return x.mask & ~(entropy < threshold)  # an entropy of NaN stays, and shows
+    kept = torch.where(x.mask & ((entropy >= threshold) | policy.isnan()), policy, 0.0)
+    return torch.where(entropy.isnan(), entropy * policy, kept)
 
 
 def _gather(values: Tensor, group) -> Tensor:

@@ -1,7 +1,10 @@
 """The command line: `bapo-kernels check` and `bapo-kernels env`."""
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from bapo_kernels.cli import check
 from bapo_kernels.environment import env_report
@@ -11,12 +14,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bapo-kernels", description="Fused LM head and policy losses: is this machine computing them right?"
     )
+    parser.add_argument("--version", action="version", version=version("bapo-kernels"))
     commands = parser.add_subparsers(dest="command", required=True)
     check.add_parser(commands)
     commands.add_parser("env", help="versions, devices and usable backends, for a bug report")
     arguments = parser.parse_args(argv)
-    if arguments.command == "check":
-        return check.run(arguments)
-    for key, value in env_report().items():
-        print(f"{key:<26}{value}")
-    return 0
+    try:
+        if arguments.command == "check":
+            return check.run(arguments)
+        for key, value in env_report().items():
+            print(f"{key:<26}{value}")
+        return 0
+    except (
+        BrokenPipeError
+    ):  # `bapo-kernels env | head -1`; the interpreter would complain once more while it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bapo_kernels.checks import check_flag
 from bapo_kernels.head import autograd, reference
 from bapo_kernels.head.backends import choose, resolve_budget
 from bapo_kernels.head.inputs import head_problem
@@ -79,6 +80,7 @@ def linear_logprobs(
         vocab_size=vocab_size,
         topk_ids=topk_ids,
     )
+    check_flag("return_entropy", return_entropy)
     chosen, budget = choose(backend, hidden.device), resolve_budget(memory_budget)
     rows = hidden.reshape(problem.layout.numel(), hidden.shape[-1])
     if chosen is None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bapo_kernels.head import chunked
 from bapo_kernels.head.chunked import Backend, Coefficients, Rows, Statistics
@@ -43,8 +42,11 @@ class _Head(torch.autograd.Function):
         return selection.put(logprobs), None if stats.entropy is None else selection.put(stats.entropy)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g_logprobs: Tensor | None, g_entropy: Tensor | None):
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph=True: the gradient itself would come out as a constant, without a word
+            raise RuntimeError("bapo_kernels has no second derivatives (create_graph=True); backend='reference' does")
         call: Call = ctx.call
         problem, counted = call.problem, call.problem.selection
         hidden, weight, bias, *saved = ctx.saved_tensors

@@ -63,7 +63,7 @@ def resolve_budget(memory_budget: int | None) -> int:
     value: object = memory_budget
     if memory_budget is None:
         name = "BAPO_KERNELS_MEMORY_BUDGET"
-        text = os.environ.get(name, str(DEFAULT_BUDGET))
+        text = os.environ.get(name) or str(DEFAULT_BUDGET)
         value = int(text) if text.isdecimal() else text
     if not is_whole(value) or value <= 0:
         raise ValueError(f"{name} must be a number of bytes > 0, got {value!r}")

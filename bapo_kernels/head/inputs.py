@@ -7,8 +7,10 @@ from torch import Tensor
 
 from bapo_kernels.checks import (
     check_floating,
+    check_mask,
     check_shape,
     check_tensor,
+    fits_fp32,
     is_integer,
     is_number,
     is_whole,
@@ -58,7 +60,7 @@ def head_problem(
     check_shape("targets", targets, tuple(layout), like, device)
     _check_ids_dtype("targets", targets)
     if mask is not None:
-        check_shape("mask", mask, tuple(layout), like, device)
+        check_mask(mask, tuple(layout), like, device)
     if topk_ids is not None:
         check_shape("topk_ids", topk_ids, (*layout, "K"), like, device)
         _check_ids_dtype("topk_ids", topk_ids)
@@ -72,7 +74,9 @@ def head_problem(
     if mask is not None:
         wanted = wanted & (mask.reshape(rows) != 0)
     selection = Selection.of(wanted)
-    ids = selection.take(flat_targets)[:, None].to(torch.int64)
+    ids = selection.take(flat_targets)[:, None].to(
+        torch.int64, copy=True
+    )  # the caller may reuse the buffer before the backward
     if topk_ids is not None:
         ids = torch.cat([ids, selection.take(topk_ids.reshape(rows, topk_ids.shape[-1])).to(torch.int64)], dim=1)
     if values_are_checked(device):
@@ -109,9 +113,9 @@ def _check_head_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab_size: int | None) -> LogitSpec:
-    if not is_number(logit_scale):
+    if not is_number(logit_scale) or not fits_fp32(logit_scale):
         raise ValueError(f"logit_scale must be a finite number, got {logit_scale!r}")
-    if softcap is not None and not (is_number(softcap) and softcap > 0):
+    if softcap is not None and not (is_number(softcap) and softcap > 0 and fits_fp32(softcap)):
         raise ValueError(f"softcap must be a number > 0 or None, got {softcap!r}")
     if vocab_size is None:
         vocab_size = weight.shape[0]
@@ -119,14 +123,14 @@ def _logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab
         raise ValueError(
             f"vocab_size must be an integer in [1, {weight.shape[0]}], the rows of weight {shape_of(weight)}, got {vocab_size!r}"
         )
-    return LogitSpec(vocab_size, float(logit_scale), None if softcap is None else float(softcap))
+    return LogitSpec(int(vocab_size), float(logit_scale), None if softcap is None else float(softcap))
 
 
 def _inverse_temperature(
     temperature: float | Tensor, layout: torch.Size, selection: Selection, acc: torch.dtype, device: torch.device
 ) -> Tensor | None:
     if not isinstance(temperature, Tensor):
-        if not is_number(temperature) or temperature <= 0:
+        if not is_number(temperature) or temperature <= 0 or not fits_fp32(1 / temperature):
             raise ValueError(f"temperature must be a number > 0 or a tensor of them, got {temperature!r}")
         return (
             None

@@ -1,17 +1,18 @@
 """BAPO: the clipped surrogate whose bounds are found anew for each batch (controller.py has the search)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from bapo_kernels.checks import is_number
-from bapo_kernels.controller import CONTRIBUTIONS, MEASURES, ORDERS, WEIGHTINGS, find_bounds
+from bapo_kernels.controller import CONTRIBUTIONS, MAX_STEPS, MEASURES, ORDERS, WEIGHTINGS, find_bounds
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 from bapo_kernels.losses.clip import clipped_surrogate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BAPO(Loss):
     """Clipped surrogate with bounds c_low, c_high on the ratio (not offsets), moved until positives contribute enough.
 
@@ -63,6 +64,13 @@ class BAPO(Loss):
                 self._require(name, value[0].dim() == 0, "a number or a 0-d tensor where it is fixed")
             else:
                 self._require(name, is_number(value[0]) and value[0] >= 0, "(start, end) with 0 <= start <= end")
+        low, high = self.c_low[1], self.c_high[0]
+        if not isinstance(low, Tensor) and not isinstance(high, Tensor):
+            self._require("c_high", high >= low, f"at least c_low throughout, {self.c_low}")
+        for name, step in (("c_low", self.step_low), ("c_high", self.step_high)):
+            start, end = getattr(self, name)
+            if start is not end:
+                self._require(name, bool((end - start) / step <= MAX_STEPS), f"within {MAX_STEPS} steps of {step:g}")
         for name, allowed in (
             ("contribution", CONTRIBUTIONS),
             ("measure", MEASURES),
@@ -81,4 +89,18 @@ class BAPO(Loss):
     def rule(self, x: Tokens) -> TokenLoss:
         bounds = find_bounds(self, x)
         metrics = {k: v.to(x.logprobs.dtype) for k, v in bounds._asdict().items()}
-        return clipped_surrogate(x, metrics["c_low"], metrics["c_high"], self.dual_clip, metrics)
+        term = clipped_surrogate(x, metrics["c_low"], metrics["c_high"], self.dual_clip, metrics)
+        # Bounds that a NaN of the batch has decided are no bounds: it has to show.
+        shown = torch.where(bounds.contribution.isnan(), torch.nan, 1.0).to(term.loss.dtype)
+        return replace(term, loss=term.loss * shown)
+
+    def _key(self) -> tuple:
+        """Tensors count as the objects they are: comparing their values would read them on the host."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return tuple(id(v[0]) if isinstance(v, tuple) and isinstance(v[0], Tensor) else v for v in values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BAPO) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())

@@ -2,23 +2,65 @@
 
 from bapo_kernels import losses, reference
 from bapo_kernels.controller import BapoBounds
+from bapo_kernels.corrections import IcePop, KPop, MaskedIS, TruncatedIS
 from bapo_kernels.environment import env_report
 from bapo_kernels.head.api import TokenStatistics, linear_logprobs
-from bapo_kernels.losses import BAPO, DAPO, GRPO, PPO
+from bapo_kernels.losses import (
+    BAPO,
+    BPO,
+    CISPO,
+    DAPO,
+    DCPO,
+    DPPO,
+    DPPOKL,
+    DRO,
+    GMPO,
+    GRPO,
+    GSPO,
+    LUSPO,
+    PPO,
+    SAPO,
+    TOPR,
+    VESPO,
+    ClipCov,
+    KLCov,
+    Reinforce,
+    ScoreCentering,
+)  # fmt: skip
 from bapo_kernels.modules import LinearLogprobs, LinearPolicyLoss
 from bapo_kernels.policy import PolicyLossOutput, TokenDetail, bapo_bounds, linear_policy_loss, policy_loss
 
 __all__ = [
     "BAPO",
+    "BPO",
+    "CISPO",
     "DAPO",
+    "DCPO",
+    "DPPO",
+    "DPPOKL",
+    "DRO",
+    "GMPO",
     "GRPO",
+    "GSPO",
+    "LUSPO",
     "PPO",
+    "SAPO",
+    "TOPR",
+    "VESPO",
     "BapoBounds",
+    "ClipCov",
+    "IcePop",
+    "KLCov",
+    "KPop",
     "LinearLogprobs",
     "LinearPolicyLoss",
+    "MaskedIS",
     "PolicyLossOutput",
+    "Reinforce",
+    "ScoreCentering",
     "TokenDetail",
     "TokenStatistics",
+    "TruncatedIS",
     "bapo_bounds",
     "env_report",
     "linear_logprobs",

@@ -3,7 +3,7 @@
 Everything here is vectors of N numbers under plain autograd; whatever is V-sized happened before, in the head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,12 +13,20 @@ from bapo_kernels import aggregation as agg
 from bapo_kernels import losses, regularizers
 from bapo_kernels.checks import check_flag, check_floating, check_group, check_mask, check_shape, check_tensor
 from bapo_kernels.controller import BapoBounds, find_bounds
+from bapo_kernels.corrections import Correction
 from bapo_kernels.head.api import linear_logprobs
 from bapo_kernels.layout import Layout
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 from bapo_kernels.metrics import metrics
+from bapo_kernels.topk import check_topk, make_topk
 
 ENGINES = ("auto", "recompute")
+WHAT_TO_RECORD = {
+    "old_logprobs": "the log-probs of the targets under the policy before this update",
+    "rollout_logprobs": "their log-probs when the sampler drew them (vLLM: SamplingParams(logprobs=0), SGLang: return_logprob=True)",
+    "rollout_topk_ids": "the sampler's most likely ids at each token (vLLM: SamplingParams(logprobs=K), SGLang: top_logprobs_num=K)",
+    "rollout_topk_logprobs": "their log-probs as sampled from (vLLM: logprobs_mode='processed_logprobs'; SGLang: top_logprobs_num=K)",
+}
 
 
 class TokenDetail(NamedTuple):
@@ -43,7 +51,7 @@ class PolicyOptions:
     """The options that both public functions share, validated."""
 
     loss: Loss
-    correction: None = None
+    correction: Correction | None = None
     aggregation: str | None = None
     normalizer: float | Tensor | None = None
     max_length: int | None = None
@@ -59,12 +67,17 @@ class PolicyOptions:
         regularizers.check(self.kl_coef, self.kl_estimator, self.entropy_coef, self.top_entropy)
         check_group("dp_group", self.dp_group)
         check_flag("return_tokens", self.return_tokens)
-        if self.correction is not None:
-            raise ValueError(f"correction must be None in this version, got {self.correction!r}")
+        if not isinstance(self.correction, Correction | None):
+            allowed = ", ".join(c.__name__ for c in Correction.__subclasses__())
+            raise ValueError(f"correction must be None or one of {allowed}, got {self.correction!r}")
 
     @property
     def own_aggregation(self) -> str:
         return self.loss.aggregation if self.aggregation is None else self.aggregation
+
+    @property
+    def needs_topk(self) -> bool:
+        return "rollout_topk_ids" in self.loss.needs
 
     @property
     def needs_entropy(self) -> bool:
@@ -79,19 +92,24 @@ class Recorded:
     old_logprobs: Tensor | None  # layout
     rollout_logprobs: Tensor | None
     ref_logprobs: Tensor | None
+    topk_ids: Tensor | None  # layout + (K,)
+    topk_logprobs: Tensor | None  # the sampler's
 
     @classmethod
     def of(
         cls,
         layout: Layout,
-        device: torch.device,
+        active: Tensor,
         options: PolicyOptions,
         *,
         advantages: Tensor,
         old_logprobs: Tensor | None,
         rollout_logprobs: Tensor | None,
-        ref_logprobs: Tensor | None,
+        ref_logprobs: Tensor | None = None,
+        rollout_topk_ids: Tensor | None = None,
+        rollout_topk_logprobs: Tensor | None = None,
     ) -> "Recorded":
+        device = active.device
         check_tensor("advantages", advantages, device)
         if options.kl_coef == 0:
             ref_logprobs = None
@@ -100,10 +118,24 @@ class Recorded:
                 f"kl_coef={options.kl_coef} needs ref_logprobs: the reference model's log-probs of the targets"
             )
         given = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "ref_logprobs": ref_logprobs}
+        topk = {"rollout_topk_ids": rollout_topk_ids, "rollout_topk_logprobs": rollout_topk_logprobs}
+        for name in options.loss.needs:
+            if {**given, **topk}[name] is None:
+                raise ValueError(f"loss {options.loss.name!r} needs {name}: {WHAT_TO_RECORD[name]}")
         for name, t in given.items():
             if t is not None:
                 check_shape(name, t, tuple(layout.shape), "the batch", device)
-        return cls(layout.expand("advantages", advantages), **given)
+        if options.needs_topk:
+            assert rollout_topk_ids is not None and rollout_topk_logprobs is not None
+            check_topk(rollout_topk_ids, rollout_topk_logprobs, active, layout)
+        else:
+            rollout_topk_ids = rollout_topk_logprobs = None
+        return cls(
+            layout.expand("advantages", advantages),
+            **given,
+            topk_ids=rollout_topk_ids,
+            topk_logprobs=rollout_topk_logprobs,
+        )
 
 
 @torch.compiler.disable
@@ -121,7 +153,7 @@ def policy_loss(
     ref_logprobs: Tensor | None = None,  # layout
     rollout_topk_ids: Tensor | None = None,  # layout + (K,)
     rollout_topk_logprobs: Tensor | None = None,  # layout + (K,)
-    correction: None = None,
+    correction: Correction | None = None,
     aggregation: str | None = None,
     normalizer: float | Tensor | None = None,
     max_length: int | None = None,
@@ -144,7 +176,9 @@ def policy_loss(
         advantages: one for each token, or for each sequence.
         loss: a name of `losses.available()` or a loss object, which holds the hyper-parameters.
         entropy: per-token entropy; needed by `entropy_coef` and `top_entropy`, otherwise only reported.
-        topk_logprobs, rollout_topk_ids, rollout_topk_logprobs: log-probs at recorded ids, which no loss of this version reads.
+        topk_logprobs, rollout_topk_ids, rollout_topk_logprobs: the policy's and the sampler's log-probs at recorded ids (-1 is padding),
+            read by score centering only.
+        correction: weight on the policy term against the mismatch of trainer and sampler: `TruncatedIS`, `MaskedIS`, `IcePop`, `KPop`.
         mask: tokens that count (bool or 0-1). What a masked token holds, in any input, changes nothing.
         old_logprobs: proximal policy, the denominator of the ratio; None: the current one (on-policy, ratio 1). Where a trainer does
             not recompute them, pass the sampler's here too: `rollout_logprobs` alone does not enter the ratio.
@@ -178,7 +212,6 @@ def policy_loss(
         return_tokens=return_tokens,
     )
     layout, active = _layout_and_mask(logprobs, mask, cu_seqlens)
-    _refuse(topk_logprobs=topk_logprobs, rollout_topk_ids=rollout_topk_ids, rollout_topk_logprobs=rollout_topk_logprobs)
     if entropy is not None:
         check_shape("entropy", entropy, tuple(layout.shape), "logprobs", logprobs.device)
         check_floating("entropy", entropy)
@@ -186,14 +219,25 @@ def policy_loss(
         raise ValueError("entropy_coef and top_entropy need entropy: the per-token entropy of the policy")
     recorded = Recorded.of(
         layout,
-        logprobs.device,
+        active,
         options,
         advantages=advantages,
         old_logprobs=old_logprobs,
         rollout_logprobs=rollout_logprobs,
         ref_logprobs=ref_logprobs,
+        rollout_topk_ids=rollout_topk_ids,
+        rollout_topk_logprobs=rollout_topk_logprobs,
     )
-    return _evaluate(logprobs, entropy, active, layout, recorded, options)
+    if recorded.topk_ids is None:
+        topk_logprobs = None
+    elif topk_logprobs is None:
+        raise ValueError(
+            f"loss {options.loss.name!r} needs topk_logprobs: the policy's log-probs at rollout_topk_ids (linear_logprobs(topk_ids=...))"
+        )
+    else:
+        check_shape("topk_logprobs", topk_logprobs, tuple(recorded.topk_ids.shape), "rollout_topk_ids", logprobs.device)
+        check_floating("topk_logprobs", topk_logprobs)
+    return _evaluate(logprobs, entropy, topk_logprobs, active, layout, recorded, options)
 
 
 @torch.compiler.disable
@@ -211,7 +255,7 @@ def linear_policy_loss(
     ref_logprobs: Tensor | None = None,
     rollout_topk_ids: Tensor | None = None,
     rollout_topk_logprobs: Tensor | None = None,
-    correction: None = None,
+    correction: Correction | None = None,
     aggregation: str | None = None,
     normalizer: float | Tensor | None = None,
     max_length: int | None = None,
@@ -259,18 +303,23 @@ def linear_policy_loss(
     )
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    _refuse(rollout_topk_ids=rollout_topk_ids, rollout_topk_logprobs=rollout_topk_logprobs)
     check_tensor("hidden", hidden, None)
-    check_tensor("targets", targets, hidden.device)
     layout = Layout.of("hidden", hidden.shape[:-1], cu_seqlens, hidden.device)
+    check_shape("targets", targets, tuple(layout.shape), f"hidden {tuple(hidden.shape)}", hidden.device)
+    active = targets != ignore_index
+    if mask is not None:
+        check_mask(mask, tuple(layout.shape), f"hidden {tuple(hidden.shape)}", hidden.device)
+        active = active & (mask != 0)
     recorded = Recorded.of(
         layout,
-        hidden.device,
+        active,
         options,
         advantages=advantages,
         old_logprobs=old_logprobs,
         rollout_logprobs=rollout_logprobs,
         ref_logprobs=ref_logprobs,
+        rollout_topk_ids=rollout_topk_ids,
+        rollout_topk_logprobs=rollout_topk_logprobs,
     )
     if isinstance(temperature, Tensor):
         temperature = layout.expand("temperature", temperature)
@@ -285,15 +334,15 @@ def linear_policy_loss(
         logit_scale=logit_scale,
         softcap=softcap,
         vocab_size=vocab_size,
+        topk_ids=recorded.topk_ids,
         return_entropy=True,
         tp_group=tp_group,
         backend=backend,
         memory_budget=memory_budget,
     )
-    active = targets != ignore_index
-    if mask is not None:
-        active = active & (mask != 0)
-    return _evaluate(statistics.logprobs, statistics.entropy, active, layout, recorded, options)
+    return _evaluate(
+        statistics.logprobs, statistics.entropy, statistics.topk_logprobs, active, layout, recorded, options
+    )
 
 
 @torch.compiler.disable
@@ -323,21 +372,14 @@ def bapo_bounds(
     layout, active = _layout_and_mask(logprobs, mask, cu_seqlens)
     recorded = Recorded.of(
         layout,
-        logprobs.device,
+        active,
         options,
         advantages=advantages,
         old_logprobs=old_logprobs,
         rollout_logprobs=rollout_logprobs,
-        ref_logprobs=None,
     )
     acc = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
     return find_bounds(rule, _tokens(_clean(logprobs.detach(), active, acc), recorded, active, layout, dp_group))
-
-
-def _refuse(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name} is not read by any loss of this version; leave it out")
 
 
 def _layout_and_mask(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
@@ -366,10 +408,17 @@ def _tokens(logprobs: Tensor, recorded: Recorded, active: Tensor, layout: Layout
 
 
 def _evaluate(
-    logprobs: Tensor, entropy: Tensor | None, active: Tensor, layout: Layout, recorded: Recorded, options: PolicyOptions
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    topk_logprobs: Tensor | None,
+    active: Tensor,
+    layout: Layout,
+    recorded: Recorded,
+    options: PolicyOptions,
 ) -> PolicyLossOutput:
     acc = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
-    trains = torch.is_grad_enabled() and (logprobs.requires_grad or (entropy is not None and entropy.requires_grad))
+    learned = (t for t in (logprobs, entropy, topk_logprobs) if t is not None)
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in learned)
     # Coefficients are wanted even in inference mode, whose tensors cannot take part in autograd: copies made here are ordinary.
     with torch.inference_mode(False), torch.set_grad_enabled(trains or options.return_tokens):
         active = active.clone() if active.is_inference() else active
@@ -377,9 +426,12 @@ def _evaluate(
         if options.return_tokens and not lp.requires_grad:
             lp = lp.detach().requires_grad_()
         x = _tokens(lp, recorded, active, layout, options.dp_group)
+        if topk_logprobs is not None:
+            assert recorded.topk_ids is not None and recorded.topk_logprobs is not None
+            x = replace(x, topk=make_topk(topk_logprobs.to(acc), recorded.topk_ids, recorded.topk_logprobs, active))
 
         term = options.loss.rule(x)
-        policy = term.loss
+        policy = term.loss if options.correction is None else term.loss * options.correction.weight(x).detach()
         if options.top_entropy is not None:
             assert h is not None
             policy = regularizers.keep_highest_entropy(x, policy, h, options.top_entropy)

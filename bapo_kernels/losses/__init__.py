@@ -1,14 +1,33 @@
-"""The policy losses: one file for each family, each loss one rule. `available()` lists the names, `get(name, **overrides)` builds one."""
+"""The policy losses: one file for each family, each loss one rule.
 
+`available()` lists the names, `get(name, **overrides)` builds one, `register` adds one.
+"""
+
+from collections.abc import Callable
 from dataclasses import fields
 
+from torch import Tensor
+
+from bapo_kernels import aggregation as agg
 from bapo_kernels.losses.bapo import BAPO
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
-from bapo_kernels.losses.clip import DAPO, GRPO, PPO
+from bapo_kernels.losses.centering import ScoreCentering
+from bapo_kernels.losses.clip import DAPO, DCPO, GRPO, PPO
+from bapo_kernels.losses.covariance import ClipCov, KLCov
+from bapo_kernels.losses.registered import INPUTS, RegisteredLoss
+from bapo_kernels.losses.sequence import GMPO, GSPO, LUSPO, TOPR, VESPO
+from bapo_kernels.losses.weighted import BPO, CISPO, DPPO, DPPOKL, DRO, SAPO, Reinforce
 
-__all__ = ["BAPO", "DAPO", "GRPO", "PPO", "Loss", "TokenLoss", "Tokens", "available", "get"]
+_BUILT_IN = (
+    BAPO, BPO, ScoreCentering, GRPO, PPO, DAPO, GSPO, LUSPO, CISPO, DPPO, DPPOKL, TOPR, DCPO, SAPO, GMPO, VESPO,
+    Reinforce, DRO, ClipCov, KLCov,
+)  # fmt: skip
+_LOSSES: dict[str, type[Loss] | RegisteredLoss] = {cls.name: cls for cls in _BUILT_IN}
 
-_LOSSES: dict[str, type[Loss]] = {cls.name: cls for cls in (BAPO, GRPO, PPO, DAPO)}
+__all__ = [
+    "Loss", "TokenLoss", "Tokens", "available", "get", "register", "resolve",
+    *(cls.__name__ for cls in _BUILT_IN),
+]  # fmt: skip
 
 
 def available() -> list[str]:
@@ -20,11 +39,59 @@ def get(name: str, **overrides) -> Loss:
     """The loss of that name with its published defaults, or with some of them replaced: `get("dapo", clip_high=0.3)`."""
     if name not in _LOSSES:
         raise ValueError(f"loss must be one of {', '.join(available())}, got {name!r}")
-    cls = _LOSSES[name]
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-    if unknown := sorted(set(overrides) - set(known)):
-        raise TypeError(f"loss {name!r} has no parameter {unknown[0]!r}; it has {', '.join(known)}")
-    return cls(**overrides)
+    known = _LOSSES[name]
+    if isinstance(known, RegisteredLoss):
+        return known.with_parameters(overrides)
+    names = [f.name for f in fields(known)]  # type: ignore[arg-type]
+    if unknown := sorted(set(overrides) - set(names)):
+        raise TypeError(f"loss {name!r} has no parameter {unknown[0]!r}; it has {', '.join(names) or 'none'}")
+    return known(**overrides)
+
+
+def register(
+    name: str,
+    rule: Callable[..., Tensor],
+    *,
+    needs: tuple[str, ...] = ("old_logprobs",),
+    aggregation: str = "token-mean",
+    **defaults,
+) -> None:
+    """Add a loss, for `loss=name` in every function and on every backend.
+
+        def asymmetric(x, scale):
+            weight = torch.where(x.advantages > 0, 1.0, scale)
+            return -weight * x.advantages * x.ratio
+
+        bk.losses.register("asymmetric", asymmetric, scale=0.5)
+        out = bk.linear_policy_loss(hidden, weight, targets, advantages, loss="asymmetric", old_logprobs=old)
+        out = bk.linear_policy_loss(..., loss=bk.losses.get("asymmetric", scale=0.1))
+
+    Args:
+        name: a new name.
+        rule: `rule(x, **parameters)` returns the loss of each token, in the shape of `x.logprobs`, differentiable in it. `x` has
+            `logprobs`, `ratio`, `advantages`, `old_logprobs`, `rollout_logprobs`, `mask`, and `sequence_mean(t)`, `sequence_sum(t)` over
+            the active tokens of each token's sequence. Masked tokens hold harmless values.
+        needs: which of old_logprobs and rollout_logprobs have to be given in a call.
+        aggregation: the default of calls that ask for none.
+        **defaults: the parameters of the rule. They must be hashable.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name must be a string, got {name!r}")
+    if name in _LOSSES:
+        raise ValueError(f"name must be new, and there is a loss {name!r}")
+    if not callable(rule):
+        raise ValueError(f"rule must be a function, got {type(rule).__name__}")
+    needs = (needs,) if isinstance(needs, str) else tuple(needs)
+    if unknown := [n for n in needs if n not in INPUTS]:
+        raise ValueError(f"needs may hold {' and '.join(INPUTS)}, got {unknown[0]!r}")
+    if aggregation not in agg.NAMES:
+        raise ValueError(f"aggregation must be one of {', '.join(agg.NAMES)}, got {aggregation!r}")
+    loss = RegisteredLoss(name, rule, tuple(defaults.items()), aggregation, needs)
+    try:
+        hash(loss)
+    except TypeError as error:
+        raise ValueError(f"the parameters of loss {name!r} must be hashable: {error}") from None
+    _LOSSES[name] = loss
 
 
 def resolve(loss: str | Loss) -> Loss:

@@ -89,7 +89,7 @@ class BAPO(Loss):
     def rule(self, x: Tokens) -> TokenLoss:
         bounds = find_bounds(self, x)
         metrics = {k: v.to(x.logprobs.dtype) for k, v in bounds._asdict().items()}
-        term = clipped_surrogate(x, metrics["c_low"], metrics["c_high"], self.dual_clip, metrics)
+        term = clipped_surrogate(x, metrics["c_low"], metrics["c_high"], dual_clip=self.dual_clip, metrics=metrics)
         # Bounds that a NaN of the batch has decided are no bounds: it has to show.
         shown = torch.where(bounds.contribution.isnan(), torch.nan, 1.0).to(term.loss.dtype)
         return replace(term, loss=term.loss * shown)

@@ -16,6 +16,20 @@ from bapo_kernels.layout import Layout
 MAX_LOG_RATIO = 20.0
 
 
+def clip_flags(upper: Tensor, lower: Tensor) -> Tensor:
+    """int8: +1 where stopped by the upper bound, -1 by the lower, else 0."""
+    return upper.to(torch.int8) - lower.to(torch.int8)
+
+
+def binary_kl(a: Tensor, b: Tensor) -> Tensor:
+    """KL of Bernoulli(a) against Bernoulli(b), a and b probabilities; a term of weight 0 is 0."""
+    return _kl_term(a, b) + _kl_term(1.0 - a, 1.0 - b)
+
+
+def _kl_term(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(a == 0, 0.0, a * torch.log(a / b))
+
+
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp of a log-ratio clamped to +-20: finite, and with gradient 0 where clamped. NaN stays, in the gradient too."""
     outside = log_ratio.abs() > MAX_LOG_RATIO
@@ -33,10 +47,15 @@ class Tokens:
     mask: Tensor  # bool
     layout: Layout
     dp_group: object = None
+    topk: "Topk | None" = None  # only for losses that need it
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.logprobs - self.old_logprobs
 
     @property
     def ratio(self) -> Tensor:
-        return bounded_exp(self.logprobs - self.old_logprobs)
+        return bounded_exp(self.log_ratio)
 
     def sequence_sum(self, t: Tensor) -> Tensor:
         """Sum over the active tokens of each token's sequence, in the batch's layout."""
@@ -51,9 +70,22 @@ class Tokens:
         """`t` where the token counts, else 0."""
         return torch.where(self.mask, t, 0.0)
 
+    def choose(self, condition: Tensor, yes: float, no: float) -> Tensor:
+        """One of two numbers for each token, in the dtype of the log-probs (`torch.where` of two numbers would round them to fp32)."""
+        return torch.where(condition, yes, self.logprobs.new_full((), no))
+
     def mean(self, t: Tensor) -> Tensor:
         """Mean over active tokens; 0 if there are none."""
         return self.active(t).sum() / self.mask.sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Topk:
+    """Recorded ids of each token, (..., K): the layout and one more axis."""
+
+    logprobs: Tensor  # log pi; the rule's derivative with respect to it trains too. 0 where not valid
+    rollout_logprobs: Tensor  # the sampler's; -inf where not valid
+    valid: Tensor  # bool: not padding, and not a repetition of an earlier id
 
 
 @dataclass(frozen=True)
@@ -72,6 +104,7 @@ class Loss:
 
     name: ClassVar[str]
     aggregation: ClassVar[str] = "token-mean"
+    needs: ClassVar[tuple[str, ...]] = ()  # inputs that have to be given
 
     def rule(self, x: Tokens) -> TokenLoss:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate and the losses that are it with other bounds: PPO, GRPO, DAPO.
+"""PPO's clipped surrogate and the losses that are it with other bounds: PPO, GRPO, DAPO, DCPO.
 
     loss = -min(r A, clip(r, low, high) A)          coef = -A r, and 0 where clipped:  A > 0 and r > high,  or  A < 0 and r < low
 
@@ -13,18 +13,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
+from bapo_kernels.losses.base import Loss, TokenLoss, Tokens, clip_flags
 
 
 def clipped_surrogate(
     x: Tokens,
     low: float | Tensor,
     high: float | Tensor,
+    *,
     dual_clip: float | None = None,
+    ratio: Tensor | None = None,
     metrics: dict[str, Tensor] | None = None,
 ) -> TokenLoss:
-    """The surrogate with bounds on the ratio: numbers, or tensors that broadcast over tokens."""
-    ratio, advantage = x.ratio, x.advantages
+    """The surrogate with bounds on the ratio (the token's, if not another is given): numbers, or tensors that broadcast over tokens."""
+    ratio, advantage = x.ratio if ratio is None else ratio, x.advantages
     upper = (advantage > 0) & (ratio > high)
     lower = (advantage < 0) & (ratio < low)
     used = torch.where(upper, high, torch.where(lower, low, ratio))
@@ -32,7 +34,7 @@ def clipped_surrogate(
         stopped = (advantage < 0) & (ratio > dual_clip)
         used = torch.where(stopped, dual_clip, used)
         upper = upper | stopped
-    return TokenLoss(-used * advantage, upper.to(torch.int8) - lower.to(torch.int8), metrics or {})
+    return TokenLoss(-used * advantage, clip_flags(upper, lower), metrics or {})
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class GRPO(Loss):
         self._require_numbers("dual_clip", low=1.0, strict=True, optional=True)
 
     def rule(self, x: Tokens) -> TokenLoss:
-        return clipped_surrogate(x, 1.0 - self.clip_low, 1.0 + self.clip_high, self.dual_clip)
+        return clipped_surrogate(x, 1.0 - self.clip_low, 1.0 + self.clip_high, dual_clip=self.dual_clip)
 
 
 @dataclass(frozen=True)
@@ -74,3 +76,31 @@ class DAPO(GRPO):
 
     name: ClassVar[str] = "dapo"
     aggregation: ClassVar[str] = "token-mean"
+
+
+@dataclass(frozen=True)
+class DCPO(Loss):
+    """The clipped surrogate with bounds of each token's own, wider the rarer the token was: |r - 1| p <= eps, solved for r.
+
+        low = (1 + sqrt(max(0, 1 - 4 eps_low / q))) / 2,   high = min((1 + sqrt(1 + 4 eps_high / q)) / 2, ratio_cap),   q = exp(old)
+
+    DCPO (Yang et al. 2025, arXiv 2509.02333). `low` is never below 1/2. The authors' scripts and README give other values for eps.
+    """
+
+    eps_low: float = 0.16
+    eps_high: float = 0.2
+    ratio_cap: float = 10.0
+    dual_clip: float | None = None
+
+    name: ClassVar[str] = "dcpo"
+
+    def __post_init__(self):
+        self._require_numbers("eps_low", "eps_high")
+        self._require_numbers("ratio_cap", low=1.0)
+        self._require_numbers("dual_clip", low=1.0, strict=True, optional=True)
+
+    def rule(self, x: Tokens) -> TokenLoss:
+        q = x.old_logprobs.exp()
+        low = (1.0 + (1.0 - 4.0 * self.eps_low / q).clamp(min=0.0).sqrt()) / 2.0
+        high = ((1.0 + (1.0 + 4.0 * self.eps_high / q).sqrt()) / 2.0).clamp(max=self.ratio_cap)
+        return clipped_surrogate(x, low, high, dual_clip=self.dual_clip)

@@ -1,0 +1,106 @@
+"""Corrections for the mismatch of training and inference engines: detached weights on the policy term, from old against rollout log-probs.
+
+All look at the ratio rho = exp(old_logprobs - rollout_logprobs) of the trainer's recomputed log-probs to the sampler's. They weigh the
+policy term only, not the KL or the entropy bonus, and do not change denominators. Yao et al. 2025 (truncated IS for mismatched
+engines); IcePop: Ring-1T, and INTELLECT-3 (arXiv 2512.16144); KPop: arXiv 2606.15079.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bapo_kernels.checks import is_number
+from bapo_kernels.losses.base import Tokens, binary_kl, bounded_exp
+
+LEVELS = ("token", "sequence")
+
+
+class Correction:
+    """Base of the corrections."""
+
+    def weight(self, x: Tokens) -> Tensor:
+        """(layout) >= 0, without gradient."""
+        raise NotImplementedError
+
+    def _require(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise ValueError(f"{type(self).__name__}({name}=...) must be {allowed}, got {getattr(self, name)!r}")
+
+
+def _ratio(x: Tokens, level: str) -> Tensor:
+    log_ratio = x.old_logprobs - x.rollout_logprobs
+    return bounded_exp(x.sequence_sum(log_ratio) if level == "sequence" else log_ratio)
+
+
+def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return ~((ratio < low) | (ratio > high))  # NaN is not outside: it stays, and shows
+
+
+@dataclass(frozen=True)
+class TruncatedIS(Correction):
+    """Weight min(rho, cap); of each token, or of its sequence (the product over its active tokens)."""
+
+    cap: float = 2.0
+    level: str = "token"
+
+    def __post_init__(self):
+        self._require("cap", is_number(self.cap) and self.cap > 0, "a finite number > 0")
+        self._require("level", self.level in LEVELS, "'token' or 'sequence'")
+
+    def weight(self, x: Tokens) -> Tensor:
+        return _ratio(x, self.level).clamp(max=self.cap)
+
+
+@dataclass(frozen=True)
+class MaskedIS(Correction):
+    """Weight 1 where low <= rho <= high, else 0; of each token, or of its sequence."""
+
+    low: float = 0.5
+    high: float = 5.0
+    level: str = "token"
+
+    def __post_init__(self):
+        _check_band(self)
+        self._require("level", self.level in LEVELS, "'token' or 'sequence'")
+
+    def weight(self, x: Tokens) -> Tensor:
+        ratio = _ratio(x, self.level)
+        return torch.where(_inside(ratio, self.low, self.high), ratio / ratio, 0.0)
+
+
+@dataclass(frozen=True)
+class IcePop(Correction):
+    """Weight rho where low <= rho <= high, else 0 (some ports keep only the mask, which is `MaskedIS`)."""
+
+    low: float = 0.5
+    high: float = 5.0
+
+    def __post_init__(self):
+        _check_band(self)
+
+    def weight(self, x: Tokens) -> Tensor:
+        ratio = _ratio(x, "token")
+        return torch.where(_inside(ratio, self.low, self.high), ratio, 0.0)
+
+
+@dataclass(frozen=True)
+class KPop(Correction):
+    """Weight 1 where the binary KL of the token's two probabilities is at most phi in both directions, else 0."""
+
+    phi: float = 2.0
+
+    def __post_init__(self):
+        self._require("phi", is_number(self.phi) and self.phi >= 0, "a finite number >= 0")
+
+    def weight(self, x: Tokens) -> Tensor:
+        trained, sampled = x.old_logprobs.exp(), x.rollout_logprobs.exp()
+        divergence = torch.maximum(binary_kl(trained, sampled), binary_kl(sampled, trained))
+        weight = torch.where(divergence > self.phi, 0.0, torch.ones_like(trained))
+        return torch.where((trained + sampled).isnan(), torch.nan, weight)
+
+
+def _check_band(correction: MaskedIS | IcePop) -> None:
+    low, high = correction.low, correction.high
+    correction._require("low", is_number(low) and low >= 0, "a finite number >= 0")
+    correction._require("high", is_number(high) and high >= low, f"a finite number, at least low={low}")

@@ -102,8 +102,8 @@ def test_rows_do_not_depend_on_the_memory_budget(size, dtype, backend):
 def test_the_memory_budget_can_come_from_the_environment(monkeypatch):
     problem = Problem.random(100, 8, 300, dtype=torch.float32)
     seen = []
-    original = bk.head.chunked._blocks
-    monkeypatch.setattr("bapo_kernels.head.chunked._blocks", lambda *a: seen.append(original(*a)) or seen[-1])
+    original = bk.head.chunked.row_blocks
+    monkeypatch.setattr("bapo_kernels.head.chunked.row_blocks", lambda *a: seen.append(original(*a)) or seen[-1])
     want = problem.run("torch")
     monkeypatch.setenv("BAPO_KERNELS_MEMORY_BUDGET", "1000")
     assert_bits(problem.run("torch").logprobs, want.logprobs)

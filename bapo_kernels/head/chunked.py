@@ -8,7 +8,7 @@ Rows are what `autograd.py` selected: forward only rows that count, backward onl
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Protocol, Self
 
@@ -126,17 +126,17 @@ def slice_edges(vocab_size: int, hidden_size: int) -> list[int]:
     return [min(units * i // count * unit, vocab_size) for i in range(count + 1)]
 
 
-def _slices(weight: Tensor, bias: Tensor | None, edges: list[int], acc: torch.dtype, native: bool) -> Iterator[Slice]:
+def slices(weight: Tensor, bias: Tensor | None, edges: list[int], acc: torch.dtype, native: bool) -> Iterator[Slice]:
     for first, last in pairwise(edges):
         w = weight[first:last]
         yield Slice(w if native else w.to(acc), None if bias is None else bias[first:last].to(acc).contiguous(), first)
 
 
-def _blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
+def row_blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
     """Row blocks of nearly equal size whose tiles fit the budget. All rows in one block is fastest, and the rule at usual sizes."""
     units = -(-rows // ROW_UNIT)
     fit = max(1, budget // max(bytes_per_row * ROW_UNIT, 1))
-    count = -(-units // fit)
+    count = max(1, -(-units // fit))
     edges = [min(units * i // count * ROW_UNIT, rows) for i in range(count + 1)]
     return [slice(a, b) for a, b in pairwise(edges)]
 
@@ -154,7 +154,7 @@ def forward(
     n, device = rows.hidden.shape[0], rows.hidden.device
     acc = accumulation_dtype(rows.hidden, weight, bias)
     if not backend.native_dtypes:
-        rows = Rows(rows.hidden.to(acc), rows.ids, rows.inv_temperature)
+        rows = replace(rows, hidden=rows.hidden.to(acc))
     rows = rows.map(_pad)
     total = rows.hidden.shape[0]
     state = State(
@@ -165,14 +165,14 @@ def forward(
     )
     edges = slice_edges(spec.vocab_size, weight.shape[1])
     columns = max(b - a for a, b in pairwise(edges))
-    blocks = _blocks(total, backend.tiles[0] * columns * acc.itemsize, budget)
+    blocks = row_blocks(total, backend.tiles[0] * columns * acc.itemsize, budget)
     tile = (
         torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
         if backend.tiles[0]
         else None
     )
     with full_precision(device.type):
-        for part in _slices(weight, bias, edges, acc, backend.native_dtypes):
+        for part in slices(weight, bias, edges, acc, backend.native_dtypes):
             for block in blocks:
                 view = _tile(tile, block, part) if tile is not None else None
                 backend.fold(rows.rows(block), part, spec, state.rows(block), view)
@@ -205,19 +205,19 @@ def backward(
     coef.rows(slice(n, total)).map(Tensor.zero_)
     hidden_acc = rows.hidden.to(acc) if need_weight or not backend.native_dtypes else rows.hidden
     if not backend.native_dtypes:
-        rows = Rows(hidden_acc, rows.ids, rows.inv_temperature)
+        rows = replace(rows, hidden=hidden_acc)
     d_hidden = torch.zeros(total, hidden_size, dtype=acc, device=device) if need_hidden else None
     d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_weight else None
     d_bias = torch.zeros(weight.shape[0], dtype=acc, device=device) if need_bias else None
     edges = slice_edges(spec.vocab_size, hidden_size)
     columns = max(b - a for a, b in pairwise(edges))
-    blocks = _blocks(total, backend.tiles[1] * columns * acc.itemsize, budget)
+    blocks = row_blocks(total, backend.tiles[1] * columns * acc.itemsize, budget)
     tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
     scratch = (
         torch.empty(columns, hidden_size, dtype=acc, device=device) if need_weight and weight.dtype != acc else None
     )
     with full_precision(device.type):
-        for part in _slices(weight, bias, edges, acc, backend.native_dtypes):
+        for part in slices(weight, bias, edges, acc, backend.native_dtypes):
             first, last = part.first, part.first + part.weight.shape[0]
             out, weight_acc = None, part.weight.to(acc) if need_hidden else part.weight
             if d_weight is not None:

@@ -47,7 +47,7 @@ class TorchEpilogues:
     tiles = (2, 4)
 
     def fold(self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, state: State) -> None:
-        x = _logits_(z, part.bias, spec, rows.inv_temperature)
+        x = logits_(z, part.bias, spec, rows.inv_temperature)
         column = rows.ids - part.first
         inside = (column >= 0) & (column < x.shape[1])
         picked = x.gather(1, column.clamp(0, x.shape[1] - 1))
@@ -56,13 +56,13 @@ class TorchEpilogues:
         new_max = torch.maximum(state.max, x.amax(1))
         # Only -inf so far: any finite reference gives exp(-inf) = 0, where -inf - -inf would be NaN.
         reference = new_max.clamp(min=torch.finfo(x.dtype).min)
-        shift = (state.max - reference).clamp_(min=_FLOOR)
+        shift = (state.max - reference).clamp_(min=FLOOR)
         keep = shift.exp()
         x.sub_(reference[:, None])
         if state.spread is None:
             state.sum.mul_(keep).add_(x.exp_().sum(1))
         else:
-            x.clamp_(min=_FLOOR)  # a logit of -inf: 0 * finite, not 0 * inf
+            x.clamp_(min=FLOOR)  # a logit of -inf: 0 * finite, not 0 * inf
             e = x.exp()
             state.spread.addcmul_(shift, state.sum).mul_(keep).add_(x.mul_(e).sum(1))
             state.sum.mul_(keep).add_(e.sum(1))
@@ -71,9 +71,9 @@ class TorchEpilogues:
     def dlogits(
         self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients
     ) -> None:
-        x = _logits_(z, part.bias, spec, rows.inv_temperature)
+        x = logits_(z, part.bias, spec, rows.inv_temperature)
         slope = logit_slope(x, spec, rows.inv_temperature)
-        log_p = x.sub_(stats.max[:, None]).sub_(stats.log_sum[:, None]).clamp_(min=_FLOOR)
+        log_p = x.sub_(stats.max[:, None]).sub_(stats.log_sum[:, None]).clamp_(min=FLOOR)
         p = log_p.exp()
         if coef.entropy is None:
             g = p.mul_(-coef.probability[:, None])
@@ -89,10 +89,10 @@ class TorchEpilogues:
         z.copy_(g)
 
 
-_FLOOR = -1e30  # stands for -inf below an exp: exp gives exactly 0, and 0 * _FLOOR is 0
+FLOOR = -1e30  # stands for -inf below an exp: exp gives exactly 0, and 0 * FLOOR is 0
 
 
-def _logits_(z: Tensor, bias: Tensor | None, spec: LogitSpec, inv_temperature: Tensor | None) -> Tensor:
+def logits_(z: Tensor, bias: Tensor | None, spec: LogitSpec, inv_temperature: Tensor | None) -> Tensor:
     if bias is not None:
         z.add_(bias)
     if spec.scale != 1.0:

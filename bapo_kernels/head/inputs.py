@@ -54,7 +54,7 @@ def head_problem(
     vocab_size: int | None,
     topk_ids: Tensor | None,
 ) -> Problem:
-    _check_head_tensors(hidden, weight, bias)
+    check_head_tensors(hidden, weight, bias)
     layout, device = hidden.shape[:-1], hidden.device
     like = f"hidden {shape_of(hidden)}"
     check_shape("targets", targets, tuple(layout), like, device)
@@ -66,7 +66,7 @@ def head_problem(
         _check_ids_dtype("topk_ids", topk_ids)
     if not is_whole(ignore_index):
         raise ValueError(f"ignore_index must be an integer, got {ignore_index!r}")
-    spec = _logit_spec(weight, logit_scale, softcap, vocab_size)
+    spec = logit_spec(weight, logit_scale, softcap, vocab_size)
 
     rows = layout.numel()
     flat_targets = targets.reshape(rows)
@@ -74,45 +74,43 @@ def head_problem(
     if mask is not None:
         wanted = wanted & (mask.reshape(rows) != 0)
     selection = Selection.of(wanted)
-    ids = selection.take(flat_targets)[:, None].to(
-        torch.int64, copy=True
-    )  # the caller may reuse the buffer before the backward
+    # Copied, since the caller may reuse the buffer before the backward.
+    ids = selection.take(flat_targets)[:, None].to(torch.int64, copy=True)
     if topk_ids is not None:
         ids = torch.cat([ids, selection.take(topk_ids.reshape(rows, topk_ids.shape[-1])).to(torch.int64)], dim=1)
     if values_are_checked(device):
         _check_id_range("targets", ids[:, :1], spec.vocab_size)
         _check_id_range("topk_ids", ids[:, 1:].masked_fill(ids[:, 1:] == -1, 0), spec.vocab_size)
     acc = accumulation_dtype(hidden, weight, bias)
-    inv_temperature = _inverse_temperature(temperature, layout, selection, acc, device)
+    inv_temperature = inverse_temperature(temperature, layout, selection, acc, device)
     return Problem(layout, selection, ids.contiguous(), inv_temperature, spec, acc)
 
 
-def _check_head_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    check_tensor("hidden", hidden, None)
-    check_tensor("weight", weight, hidden.device)
-    given = {"hidden": hidden, "weight": weight}
+def check_head_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = "") -> None:
+    """`side` goes before the names: "rollout_" for the other head of a divergence."""
+    h, w, b = f"{side}hidden", f"{side}weight", f"{side}bias"
+    check_tensor(h, hidden, None)
+    check_tensor(w, weight, hidden.device)
+    given = {h: hidden, w: weight}
     if bias is not None:
-        check_tensor("bias", bias, hidden.device)
-        given["bias"] = bias
+        check_tensor(b, bias, hidden.device)
+        given[b] = bias
     for name, t in given.items():
         check_floating(name, t)
     if hidden.dim() < 1:
-        raise ValueError("hidden must have shape (..., D), got a scalar")
+        raise ValueError(f"{h} must have shape (..., D), got a scalar")
     if weight.dim() == 1 or (weight.dim() == 2 and weight.shape[0] == 0):
-        raise ValueError(
-            f"weight has shape {shape_of(weight)}, not (V, D): is it a shard (ZeRO-3, FSDP)? Gather it before the call"
-        )
+        shard = "is it a shard (ZeRO-3, FSDP)? Gather it before the call"
+        raise ValueError(f"{w} has shape {shape_of(weight)}, not (V, D): {shard}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"weight must have shape (V, {hidden.shape[-1]}) to go with hidden {shape_of(hidden)}, got {shape_of(weight)}"
-        )
+        want = f"(V, {hidden.shape[-1]}) to go with {h} {shape_of(hidden)}"
+        raise ValueError(f"{w} must have shape {want}, got {shape_of(weight)}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias must have shape ({weight.shape[0]},) to go with weight {shape_of(weight)}, got {shape_of(bias)}"
-        )
+        want = f"({weight.shape[0]},) to go with {w} {shape_of(weight)}"
+        raise ValueError(f"{b} must have shape {want}, got {shape_of(bias)}")
 
 
-def _logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab_size: int | None) -> LogitSpec:
+def logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab_size: int | None) -> LogitSpec:
     if not is_number(logit_scale) or not fits_fp32(logit_scale):
         raise ValueError(f"logit_scale must be a finite number, got {logit_scale!r}")
     if softcap is not None and not (is_number(softcap) and softcap > 0 and fits_fp32(softcap)):
@@ -126,7 +124,7 @@ def _logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab
     return LogitSpec(int(vocab_size), float(logit_scale), None if softcap is None else float(softcap))
 
 
-def _inverse_temperature(
+def inverse_temperature(
     temperature: float | Tensor, layout: torch.Size, selection: Selection, acc: torch.dtype, device: torch.device
 ) -> Tensor | None:
     if not isinstance(temperature, Tensor):

@@ -65,7 +65,7 @@ def reinforce(
             answer_states(model, prompts(batch), answers),
             model.lm_head.weight,
             answers,
-            group_advantages(rewards(batch, answers, mask)),  # one for each answer
+            bk.group_advantages(rewards(batch, answers, mask), group_size=GROUP),  # one for each answer
             loss=loss,
             mask=mask,
             old_logprobs=rollout_logprobs,  # what the ratio divides by: here the stale sampler itself
@@ -108,11 +108,6 @@ def step(model, optimizer, schedule, loss: Tensor) -> None:
     schedule.step()
 
 
-def group_advantages(reward: Tensor) -> Tensor:
-    groups = reward.view(-1, GROUP)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
-
-
 def accuracy(model: LlamaForCausalLM, seed: int) -> float:
     """Share of the held-out problems that one sampled answer each solves."""
     batch = problems()[1]
@@ -140,7 +135,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--losses",
         default=LOSSES,
-        help="grpo, ppo, dapo, bapo, or with parameters as in the default",
+        help="names of bk.losses.available() that need no top-k, or with parameters as in the default",
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each loss, from the same warm-up checkpoint")
     parser.add_argument("--updates", type=int, default=120)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo_kernels import losses, reference
+from bapo_kernels import corrections, losses, reference
 from bapo_kernels.head import backends
 from bapo_kernels.head.api import linear_logprobs
+from bapo_kernels.head.divergence import linear_kl
 from bapo_kernels.policy import linear_policy_loss
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,7 +34,7 @@ class Shape:
 @dataclass(frozen=True)
 class Case:
     name: str
-    call: Callable  # linear_logprobs or linear_policy_loss
+    call: Callable  # linear_logprobs, linear_kl or linear_policy_loss
     options: dict  # keyword arguments; a string value starting with "@" is an input of that name
     frozen: tuple[str, ...] = ()
 
@@ -144,8 +145,8 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 def _evaluate(case: Case, inputs: dict, dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
     """Outputs and gradients of one call. `inputs` are in the dtype under check; the oracle reads the same values in fp64."""
-    head = ("hidden", "weight", "bias")
-    with_grad = [n for n in head if n not in case.frozen]
+    head = ("hidden", "weight", "bias", "rollout_hidden")
+    with_grad = [n for n in head[:3] if n not in case.frozen]
     given = {k: v.detach().to(dtype) if k in head else v for k, v in inputs.items()}
     for name in with_grad:
         given[name].requires_grad_(True)
@@ -155,6 +156,10 @@ def _evaluate(case: Case, inputs: dict, dtype: torch.dtype, backend: str) -> dic
         out = call(given["hidden"], given["weight"], given["targets"], **options, backend=backend)
         values = {k: v for k, v in out._asdict().items() if v is not None}
         scalar = sum((v * given[f"upstream_{k}"].to(v.dtype)).sum() for k, v in values.items())
+    elif case.call is linear_kl:
+        sides = given["hidden"], given["weight"], given["rollout_hidden"], given["weight"].detach()
+        kl = linear_kl(*sides, **options, backend=backend)
+        values, scalar = {"kl": kl}, (kl * given["upstream_logprobs"].to(kl.dtype)).sum()
     else:
         call = reference.linear_policy_loss if backend == "reference" else linear_policy_loss
         out = call(given["hidden"], given["weight"], given["targets"], given["advantages"], **options, backend=backend)
@@ -196,6 +201,9 @@ def _inputs(device: str, dtype: torch.dtype, shape: Shape, case: Case) -> dict:
     ratios = torch.tensor(RATIOS, dtype=torch.float64)[torch.randint(0, len(RATIOS), (n,), generator=g)]
     t["old"] = (exact - ratios.log()).float()
     t["rollout"] = t["old"] + 0.2 * torch.randn(n, generator=g)
+    t["rollout_hidden"] = (t["hidden"].float() + 0.3 * torch.randn(n, d, generator=g)).to(dtype)
+    sampler = (t["rollout_hidden"].double() @ t["weight"].double().T).log_softmax(-1)
+    t["rollout_topk_logprobs"] = sampler.gather(1, t["topk_ids"].clamp(min=0)).float()
     t["ref"] = (exact + 0.3 * torch.randn(n, generator=g)).float()
     return {k: x.to(device) if isinstance(x, Tensor) else x for k, x in t.items()}
 
@@ -234,13 +242,18 @@ def all_cases() -> Iterator[Case]:
     for frozen in (("weight",), ("hidden",), ("weight", "bias"), ("hidden", "bias")):
         yield Case(f"logprobs, everything, {', '.join(frozen)} frozen", linear_logprobs, everything, frozen)
 
+    yield Case("KL of two heads", linear_kl, {})
+    yield Case("KL of two heads, every transform", linear_kl, {**transforms["every transform"], "mask": "@mask"})
+
     recorded = {"old_logprobs": "@old", "rollout_logprobs": "@rollout"}
+    topk = {"rollout_topk_ids": "@topk_ids", "rollout_topk_logprobs": "@rollout_topk_logprobs"}
     mixed = {**recorded, "mask": "@mask", "cu_seqlens": "@cu_seqlens", "temperature": 0.8}
     added = {"kl_coef": 0.1, "ref_logprobs": "@ref", "entropy_coef": 0.05}
     for loss in losses.available():
-        yield Case(f"{loss}", linear_policy_loss, {"loss": loss, **recorded})
-        yield Case(f"{loss}, on-policy", linear_policy_loss, {"loss": loss})
-        yield Case(f"{loss}, packed, mask, KL, entropy", linear_policy_loss, {"loss": loss, **mixed, **added})
+        needed = {"loss": loss} if loss != "score-centering" else {"loss": loss, **topk}
+        yield Case(f"{loss}", linear_policy_loss, {**needed, **recorded})
+        yield Case(f"{loss}, on-policy", linear_policy_loss, needed)
+        yield Case(f"{loss}, packed, mask, KL, entropy", linear_policy_loss, {**needed, **mixed, **added})
     for name, variant in {
         "bapo, bounds moved": losses.BAPO(target=0.7),
         "bapo, signed, gradient, unweighted, low-first": losses.BAPO(
@@ -249,8 +262,21 @@ def all_cases() -> Iterator[Case]:
         "bapo, ratio": losses.BAPO(target=2.0, contribution="ratio"),
         "bapo, fixed bounds, dual clip": losses.BAPO.fixed(0.7, 1.5, dual_clip=3.0),
         "grpo, dual clip": losses.GRPO(dual_clip=3.0),
+        "gspo, wide": losses.GSPO(clip_low=0.2, clip_high=0.2),
+        "topr, token": losses.TOPR(ratio="token", floor=0.1),
+        "score-centering, tis": losses.ScoreCentering(weight="tis"),
+        "score-centering, mis": losses.ScoreCentering(weight="mis"),
     }.items():
-        yield Case(name, linear_policy_loss, {"loss": variant, **mixed})
+        yield Case(name, linear_policy_loss, {"loss": variant, **mixed, **topk})
+    for correction in (
+        corrections.TruncatedIS(1.1),
+        corrections.TruncatedIS(1.5, level="sequence"),
+        corrections.MaskedIS(0.8, 1.3),
+        corrections.IcePop(0.8, 1.3),
+        corrections.KPop(0.02),
+    ):
+        name = f"dapo, {type(correction).__name__}" + (", sequence" if "sequence" in repr(correction) else "")
+        yield Case(name, linear_policy_loss, {"loss": "dapo", **mixed, **added, "correction": correction})
     extras: dict[str, dict] = {
         "token-mean": {"aggregation": "token-mean"},
         "seq-mean-token-mean": {"aggregation": "seq-mean-token-mean"},

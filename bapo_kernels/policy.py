@@ -177,7 +177,7 @@ def policy_loss(
         loss: a name of `losses.available()` or a loss object, which holds the hyper-parameters.
         entropy: per-token entropy; needed by `entropy_coef` and `top_entropy`, otherwise only reported.
         topk_logprobs, rollout_topk_ids, rollout_topk_logprobs: the policy's and the sampler's log-probs at recorded ids (-1 is padding),
-            read by score centering only.
+            read by score centering and the top-k forms of DPPO.
         correction: weight on the policy term against the mismatch of trainer and sampler: `TruncatedIS`, `MaskedIS`, `IcePop`, `KPop`.
         mask: tokens that count (bool or 0-1). What a masked token holds, in any input, changes nothing.
         old_logprobs: proximal policy, the denominator of the ratio; None: the current one (on-policy, ratio 1). Where a trainer does

@@ -263,6 +263,8 @@ def all_cases() -> Iterator[Case]:
         "bapo, fixed bounds, dual clip": losses.BAPO.fixed(0.7, 1.5, dual_clip=3.0),
         "grpo, dual clip": losses.GRPO(dual_clip=3.0),
         "gspo, wide": losses.GSPO(clip_low=0.2, clip_high=0.2),
+        "dppo, topk-tv": losses.DPPO(divergence="topk-tv"),
+        "dppo, topk-kl": losses.DPPO(divergence="topk-kl", delta_low=0.05, delta_high=0.05),
         "topr, token": losses.TOPR(ratio="token", floor=0.1),
         "score-centering, tis": losses.ScoreCentering(weight="tis"),
         "score-centering, mis": losses.ScoreCentering(weight="mis"),

@@ -23,10 +23,11 @@ def clip_flags(upper: Tensor, lower: Tensor) -> Tensor:
 
 def binary_kl(a: Tensor, b: Tensor) -> Tensor:
     """KL of Bernoulli(a) against Bernoulli(b), a and b probabilities; a term of weight 0 is 0."""
-    return _kl_term(a, b) + _kl_term(1.0 - a, 1.0 - b)
+    return kl_term(a, b) + kl_term(1.0 - a, 1.0 - b)
 
 
-def _kl_term(a: Tensor, b: Tensor) -> Tensor:
+def kl_term(a: Tensor, b: Tensor) -> Tensor:
+    """a log(a / b), 0 where a is."""
     return torch.where(a == 0, 0.0, a * torch.log(a / b))
 
 

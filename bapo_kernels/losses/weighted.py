@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from bapo_kernels.losses.base import Loss, TokenLoss, Tokens, binary_kl, bounded_exp, clip_flags
+from bapo_kernels.losses.base import Loss, TokenLoss, Tokens, Topk, binary_kl, bounded_exp, clip_flags, kl_term
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,11 @@ class DPPO(Loss):
 
         tv:  M = 0 where A > 0 and p - q > delta_high,   or A < 0 and q - p > delta_low
         kl:  M = 0 where A > 0, p > q and D > delta_high, or A < 0, p < q and D > delta_low,   D = KL of the Bernoullis (q || p)
+        topk-tv, topk-kl: as kl, with D the total variation, or KL(q || p), over the recorded ids and the rest as one
 
     DPPO (arXiv 2602.04879); q is the sampler's probability (`rollout_logprobs`), not the proximal policy's as in one public port. The
-    truncation at `ratio_cap` keeps its gradient, so only masked tokens count as clipped.
+    truncation at `ratio_cap` keeps its gradient, so only masked tokens count as clipped. The top-k forms read `rollout_topk_ids` and
+    `rollout_topk_logprobs`, which should hold the sampled token, as samplers return it; their direction is that token's.
     """
 
     divergence: str = "tv"
@@ -66,19 +69,38 @@ class DPPO(Loss):
     name: ClassVar[str] = "dppo-tv"
 
     def __post_init__(self):
-        self._require("divergence", self.divergence in ("tv", "kl"), "'tv' or 'kl'")
+        self._require("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
         self._require_numbers("delta_low", "delta_high")
         self._require_numbers("ratio_cap", strict=True)
 
     def rule(self, x: Tokens) -> TokenLoss:
         logprobs = x.logprobs.detach()
         p, q = logprobs.exp(), x.rollout_logprobs.exp()
-        divergence = (p - q).abs() if self.divergence == "tv" else binary_kl(q, p)
+        divergence = self._divergence(p, q, x.topk)
         upper = (x.advantages > 0) & (p > q) & (divergence > self.delta_high)
         lower = (x.advantages < 0) & (p < q) & (divergence > self.delta_low)
         weight = bounded_exp(logprobs - x.rollout_logprobs).clamp(max=self.ratio_cap)
         weight = torch.where(upper | lower, 0.0, weight)
         return TokenLoss(-weight * x.advantages * x.logprobs, clip_flags(upper, lower))
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("rollout_topk_ids", "rollout_topk_logprobs") if self.divergence.startswith("topk") else ()
+
+    def _divergence(self, p: Tensor, q: Tensor, topk: Topk | None) -> Tensor:
+        if self.divergence == "tv":
+            return (p - q).abs()
+        if self.divergence == "kl":
+            return binary_kl(q, p)
+        assert topk is not None
+        p_head, q_head = topk.logprobs.detach().exp() * topk.valid, topk.rollout_logprobs.exp()
+        p_rest, q_rest = ((1.0 - t.sum(-1)).clamp(min=1e-12) for t in (p_head, q_head))
+        if self.divergence == "topk-tv":
+            return ((p_head - q_head).abs().sum(-1) + (p_rest - q_rest).abs()) / 2.0
+        return kl_term(q_head, p_head).sum(-1) + kl_term(q_rest, p_rest)
+
+
+DIVERGENCES = ("tv", "kl", "topk-tv", "topk-kl")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,10 @@ def metrics(
     x: Tokens, term: TokenLoss, policy_loss: Tensor, kl: Tensor | None, entropy: Tensor | None
 ) -> dict[str, Tensor]:
     """`kl` and `entropy` are per token, or None where not computed (then NaN). Means are over active tokens whatever the aggregation;
-    over no token they are 0."""
+    over no token they are 0.
+
+    Micro-batches merge by hand: means times `num_tokens` are sums, `ratio_max` is a maximum, and with a `normalizer` `policy_loss` adds up.
+    """
     with torch.no_grad():
         ratio, advantage = x.ratio, x.advantages
         clipped = torch.zeros_like(ratio, dtype=torch.int8) if term.clipped is None else term.clipped

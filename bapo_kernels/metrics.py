@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.losses.base import MAX_LOG_RATIO, TokenLoss, Tokens
+from bapo_kernels.losses.triton import FusedTerm
 
 
 def metrics(
@@ -15,25 +16,31 @@ def metrics(
     Micro-batches merge by hand: means times `num_tokens` are sums, `ratio_max` is a maximum, and with a `normalizer` `policy_loss` adds up.
     """
     with torch.no_grad():
-        ratio, advantage = x.ratio, x.advantages
-        clipped = torch.zeros_like(ratio, dtype=torch.int8) if term.clipped is None else term.clipped
-        nan = ratio.new_full((), torch.nan)
-        some = x.mask.any()
-        ratio_max = torch.where(x.mask, ratio, -torch.inf).amax() if ratio.numel() else nan
-        retained = torch.where(clipped == 0, advantage, 0.0)
-        centred = (x.logprobs - x.mean(x.logprobs)) * (retained - x.mean(retained))
-        log_ratio = (x.logprobs - x.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # as in the ratio
+        nan = x.logprobs.new_full((), torch.nan)
         values = {
             "policy_loss": policy_loss,
             "kl": nan if kl is None else x.mean(kl),
             "entropy": nan if entropy is None else x.mean(entropy),
-            "ratio_mean": x.mean(ratio),
-            "ratio_max": torch.where(some, ratio_max, 0.0),
-            "approx_kl": x.mean(ratio - 1.0 - log_ratio),
-            "clip_frac_low": x.mean(((clipped < 0) & (advantage != 0)).to(ratio.dtype)),
-            "clip_frac_high": x.mean(((clipped > 0) & (advantage != 0)).to(ratio.dtype)),
-            "entropy_clip_cov": x.mean(centred),
-            "num_tokens": x.mask.sum(),
+            **(term.means if isinstance(term, FusedTerm) else _means(x, term.clipped)),
             **term.metrics,
         }
         return {k: v.detach().to(torch.float32) for k, v in values.items()}
+
+
+def _means(x: Tokens, clipped: Tensor | None) -> dict[str, Tensor]:
+    """What depends on ratio, advantage, log-prob and clip flag only."""
+    ratio, advantage = x.ratio, x.advantages
+    clipped = torch.zeros_like(ratio, dtype=torch.int8) if clipped is None else clipped
+    ratio_max = torch.where(x.mask, ratio, -torch.inf).amax() if ratio.numel() else ratio.new_zeros(())
+    retained = torch.where(clipped == 0, advantage, 0.0)
+    centred = (x.logprobs - x.mean(x.logprobs)) * (retained - x.mean(retained))
+    log_ratio = x.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # as in the ratio
+    return {
+        "ratio_mean": x.mean(ratio),
+        "ratio_max": torch.where(x.mask.any(), ratio_max, 0.0),
+        "approx_kl": x.mean(ratio - 1.0 - log_ratio),
+        "clip_frac_low": x.mean(((clipped < 0) & (advantage != 0)).to(ratio.dtype)),
+        "clip_frac_high": x.mean(((clipped > 0) & (advantage != 0)).to(ratio.dtype)),
+        "entropy_clip_cov": x.mean(centred),
+        "num_tokens": x.mask.sum(),
+    }

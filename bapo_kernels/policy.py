@@ -16,6 +16,7 @@ from bapo_kernels.controller import BapoBounds, find_bounds
 from bapo_kernels.corrections import Correction
 from bapo_kernels.head.api import linear_logprobs
 from bapo_kernels.layout import Layout
+from bapo_kernels.losses import triton as fused
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 from bapo_kernels.metrics import metrics
 from bapo_kernels.topk import check_topk, make_topk
@@ -340,9 +341,10 @@ def linear_policy_loss(
         backend=backend,
         memory_budget=memory_budget,
     )
-    return _evaluate(
-        statistics.logprobs, statistics.entropy, statistics.topk_logprobs, active, layout, recorded, options
-    )
+    with fused.using(backend):
+        return _evaluate(
+            statistics.logprobs, statistics.entropy, statistics.topk_logprobs, active, layout, recorded, options
+        )
 
 
 @torch.compiler.disable
@@ -430,7 +432,7 @@ def _evaluate(
             assert recorded.topk_ids is not None and recorded.topk_logprobs is not None
             x = replace(x, topk=make_topk(topk_logprobs.to(acc), recorded.topk_ids, recorded.topk_logprobs, active))
 
-        term = options.loss.rule(x)
+        term = fused.evaluate(options.loss, x) or options.loss.rule(x)
         policy = term.loss if options.correction is None else term.loss * options.correction.weight(x).detach()
         if options.top_entropy is not None:
             assert h is not None
@@ -462,7 +464,7 @@ def _detail(x: Tokens, term: TokenLoss, policy: Tensor, entropy: Tensor | None) 
     return TokenDetail(
         logprobs=x.logprobs.detach(),
         entropy=None if entropy is None else entropy.detach(),
-        ratio=x.active(x.ratio).detach(),
+        ratio=term.ratio if isinstance(term, fused.FusedTerm) else x.active(x.ratio).detach(),
         loss=x.active(policy).detach(),
         coef=x.active(coef).detach(),
         clipped=torch.where(x.mask, clipped, 0),

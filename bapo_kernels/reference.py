@@ -7,8 +7,9 @@ process has set; its backward is PyTorch's, so run it outside of autocast and wi
 from functools import wraps
 
 from bapo_kernels.head import api
+from bapo_kernels.losses import triton as fused
 from bapo_kernels.policy import linear_policy_loss as _linear_policy_loss
-from bapo_kernels.policy import policy_loss
+from bapo_kernels.policy import policy_loss as _policy_loss
 
 __all__ = ["linear_logprobs", "linear_policy_loss", "policy_loss"]
 
@@ -25,3 +26,9 @@ def _on_reference(function):
 
 linear_logprobs = _on_reference(api.linear_logprobs)
 linear_policy_loss = _on_reference(_linear_policy_loss)
+
+
+@wraps(_policy_loss)
+def policy_loss(*args, **kwargs):
+    with fused.using("reference"):
+        return _policy_loss(*args, **kwargs)

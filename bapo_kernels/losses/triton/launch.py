@@ -1,0 +1,95 @@
+"""Which losses the kernel serves, with which parameters, and its launch."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from bapo_kernels.controller import find_bounds
+from bapo_kernels.losses.bapo import BAPO
+from bapo_kernels.losses.base import Loss, Tokens
+from bapo_kernels.losses.clip import DCPO, GRPO
+from bapo_kernels.losses.sequence import TOPR
+from bapo_kernels.losses.triton import FusedTerm
+from bapo_kernels.losses.triton.rules import fold_means, token_losses
+from bapo_kernels.losses.weighted import BPO, CISPO, DPPO, DRO, SAPO, Reinforce
+
+# TRITON_INTERPRET=1 was set when the kernels were defined. Programs are costly then, and the shapes of tests small.
+INTERPRETED = not isinstance(token_losses, triton.JITFunction)
+BLOCKS = {"token_losses": 8, "fold_means": 4} if INTERPRETED else {"token_losses": 256, "fold_means": 1024}
+OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}  # no fusion: rounds as PyTorch does
+# As `fold_means` writes them.
+MEANS = ("ratio_mean", "ratio_max", "approx_kl", "clip_frac_low", "clip_frac_high", "entropy_clip_cov", "num_tokens")
+PARTIALS = 9
+
+
+def _dual(loss: Any) -> float:
+    return math.inf if loss.dual_clip is None else loss.dual_clip
+
+
+# By the rule itself, so that a subclass with another one is not taken for its parent: branch of the kernel, and its parameters. None
+# where an option needs more than the token.
+SERVED: dict[Callable, Callable[[Any], tuple | None]] = {
+    GRPO.rule: lambda x: ("clip", 1.0 - x.clip_low, 1.0 + x.clip_high, _dual(x)),
+    DCPO.rule: lambda x: ("dcpo", 4.0 * x.eps_low, 4.0 * x.eps_high, x.ratio_cap, _dual(x)),
+    CISPO.rule: lambda x: ("cispo", 0.0 if x.ratio_low is None else x.ratio_low, x.ratio_high),
+    DPPO.rule: lambda x: (f"dppo-{x.divergence}", x.delta_low, x.delta_high, x.ratio_cap),
+    BPO.rule: lambda x: ("bpo", x.smoothing, x.cap, 1.0 - x.clip_low, 1.0 + x.clip_high),
+    SAPO.rule: lambda x: ("sapo", x.tau_pos, x.tau_neg),
+    DRO.rule: lambda x: ("dro", x.beta / 2),
+    Reinforce.rule: lambda x: ("reinforce",),
+    TOPR.rule: lambda x: ("topr", x.floor, x.cap) if x.ratio == "token" else None,
+}
+
+
+def evaluate(loss: Loss, x: Tokens) -> FusedTerm | None:
+    """The rule of `loss` on fp32 tokens; None where it is not served."""
+    rule, metrics = type(loss).rule, {}
+    chosen: tuple | None = SERVED[rule](loss) if rule in SERVED else None
+    if rule is BAPO.rule:
+        assert isinstance(loss, BAPO)
+        metrics = {k: v.to(torch.float32) for k, v in find_bounds(loss, x)._asdict().items()}
+        chosen = ("bapo", metrics["c_low"], metrics["c_high"], _dual(loss), metrics["contribution"])
+    if chosen is None:
+        return None
+    family, *parameters = chosen
+    parameters = [p if isinstance(p, Tensor) else float(p) for p in parameters]
+    parameters += [None] * (4 - len(parameters))
+
+    inputs = [t.detach().contiguous() for t in (x.logprobs, x.old_logprobs, x.rollout_logprobs, x.advantages, x.mask)]
+    n, device = x.logprobs.numel(), x.logprobs.device
+    term, coef, ratio = (torch.empty_like(inputs[0]) for _ in range(3))
+    clipped = torch.empty_like(inputs[0], dtype=torch.int8)
+    programs = triton.cdiv(n, BLOCKS["token_losses"])
+    partials = torch.empty(PARTIALS, programs, dtype=torch.float64, device=device)
+    means = torch.empty(len(MEANS), device=device)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        token_losses[(programs,)](
+            *(*inputs, *parameters, term, coef, ratio, clipped, partials, n),
+            **(OPTIONS | {"LOSS": family, "BLOCK": BLOCKS["token_losses"]}),
+        )
+        fold_means[(1,)](partials, means, programs, **(OPTIONS | {"BLOCK": BLOCKS["fold_means"]}))
+    attached = _Attach.apply(x.logprobs, term, coef)
+    return FusedTerm(attached, clipped, metrics, ratio=ratio, means=dict(zip(MEANS, means.unbind(), strict=True)))
+
+
+class _Attach(torch.autograd.Function):
+    """A loss that is there already, with its derivative."""
+
+    @staticmethod
+    def forward(ctx, logprobs: Tensor, loss: Tensor, coef: Tensor) -> Tensor:
+        ctx.save_for_backward(coef)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        if torch.is_grad_enabled():  # create_graph=True: the coefficient would come out as a constant, without a word
+            raise RuntimeError(
+                "bapo_kernels has no second derivatives (create_graph=True); bapo_kernels.reference does"
+            )
+        (coef,) = ctx.saved_tensors
+        return upstream * coef, None, None

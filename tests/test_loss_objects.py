@@ -148,6 +148,7 @@ NOT_NUMBERS = (NAN, INF, -INF, "0.2", True, None, [0.2], torch.tensor(0.2), 1j)
 NEGATIVE = (*NOT_NUMBERS, -0.1)
 NOT_POSITIVE = (*NEGATIVE, 0.0)
 DUAL = tuple(x for x in (*NOT_POSITIVE, 1.0, 0.5) if x is not None)
+DPPO = {"divergence": ("TV", None), "delta_low": NEGATIVE, "delta_high": NEGATIVE, "ratio_cap": NOT_POSITIVE}
 BAD = {
     "bpo": {"smoothing": NOT_POSITIVE, "cap": NOT_POSITIVE, "clip_low": NEGATIVE, "clip_high": NEGATIVE},
     "score-centering": {
@@ -160,10 +161,8 @@ BAD = {
     **{key: {"clip_low": NEGATIVE, "clip_high": NEGATIVE, "dual_clip": DUAL} for key in ("grpo", "ppo", "dapo")},
     **{key: {"clip_low": NEGATIVE, "clip_high": NEGATIVE} for key in ("gspo", "luspo", "gmpo")},
     "cispo": {"ratio_low": tuple(x for x in NEGATIVE if x is not None), "ratio_high": NOT_POSITIVE},
-    **{
-        key: {"divergence": ("TV", None), "delta_low": NEGATIVE, "delta_high": NEGATIVE, "ratio_cap": NOT_POSITIVE}
-        for key in ("dppo-tv", "dppo-kl")
-    },
+    "dppo-tv": DPPO,
+    "dppo-kl": DPPO,
     "topr": {"ratio": ("seq", None), "floor": NEGATIVE, "cap": NEGATIVE},
     "dcpo": {"eps_low": NEGATIVE, "eps_high": NEGATIVE, "ratio_cap": (*NOT_POSITIVE, 0.9), "dual_clip": DUAL},
     "sapo": {"tau_pos": NOT_POSITIVE, "tau_neg": NOT_POSITIVE},

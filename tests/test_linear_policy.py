@@ -9,6 +9,27 @@ from helpers import BACKENDS, FUSED, INF, NAN, Problem, assert_bits, close, inte
 import bapo_kernels as bk
 
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
+LOSSES = [
+    *map(bk.losses.get, bk.losses.available()),
+    bk.GRPO(dual_clip=1.5),
+    bk.BAPO.fixed(0.9, 1.1),
+    bk.BAPO(measure="gradient", order="low-first"),
+    bk.GSPO(clip_low=0.1, clip_high=0.2),
+    bk.TOPR(ratio="token", floor=0.3, cap=2.0),
+    bk.DCPO(dual_clip=1.5),
+    bk.ClipCov(fraction=0.4, cov_low=-3.0),
+    bk.KLCov(fraction=0.4),
+    bk.ScoreCentering(weight="tis"),
+    bk.ScoreCentering(weight="mis"),
+]
+CORRECTIONS = [
+    bk.TruncatedIS(),
+    bk.TruncatedIS(level="sequence"),
+    bk.MaskedIS(low=0.8, high=1.5),
+    bk.MaskedIS(level="sequence"),
+    bk.IcePop(low=0.8, high=1.5),
+    bk.KPop(phi=0.1),
+]
 
 
 def configuration(seed: int):
@@ -23,17 +44,8 @@ def configuration(seed: int):
         "weight": normal(v, d, seed=seed + 1),
         "targets": integers(vocab or v, *shape, seed=seed + 2),
         "advantages": normal(*shape, seed=seed + 3),
-        "loss": r.choice(
-            [
-                "grpo",
-                "ppo",
-                "dapo",
-                "bapo",
-                bk.GRPO(dual_clip=1.5),
-                bk.BAPO.fixed(0.9, 1.1),
-                bk.BAPO(measure="gradient", order="low-first"),
-            ]
-        ),
+        "loss": r.choice(LOSSES),
+        "correction": r.choice([None, *CORRECTIONS]),
         "vocab_size": vocab,
         "aggregation": r.choice([None, *AGGREGATIONS]),
         "return_tokens": True,
@@ -66,6 +78,11 @@ def configuration(seed: int):
     for i, name in enumerate(("old_logprobs", "rollout_logprobs", "ref_logprobs")):
         if r.random() < 0.8:
             args[name] = near + 0.4 * normal(*shape, seed=seed + 9 + i)
+    if args["loss"].name == "score-centering":
+        k = r.randint(1, min(4, vocab or v))
+        ids = normal(*shape, vocab or v, seed=seed + 12).topk(k).indices
+        args["rollout_topk_logprobs"] = normal(*shape, vocab or v, seed=seed + 13).log_softmax(-1).gather(-1, ids)
+        args["rollout_topk_ids"] = ids.masked_fill(integers(5, *shape, k, seed=seed + 14) == 0, -1)
     if "ref_logprobs" in args:
         args["kl_coef"], args["kl_estimator"] = r.choice([0.0, 0.1]), r.choice(["k1", "k2", "k3", "k3+"])
     if r.random() < 0.4:
@@ -96,7 +113,7 @@ def evaluate(function, args: dict, learns, **options):
 
 
 @pytest.mark.parametrize("backend", FUSED)
-@pytest.mark.parametrize("seed", range(75))
+@pytest.mark.parametrize("seed", range(250))
 def test_random_configurations_against_the_reference(seed, backend):
     args, learns = configuration(1000 * seed + (backend == "cpu"))
     want, want_grads = evaluate(bk.reference.linear_policy_loss, args, learns)

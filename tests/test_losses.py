@@ -216,7 +216,7 @@ def test_overflow_is_never_nan_and_stays_where_it_is(name, jump, advantage):
         assert_bits(got.out.tokens.coef[others], calm.out.tokens.coef[others])
         assert_bits(got.out.tokens.loss[others], calm.out.tokens.loss[others])
         assert_bits(got.logprobs.grad[others], got.out.tokens.coef[others])
-        if not unbounded and abs(jump) < 1e3:
+        if not unbounded:
             want = torch.tensor(expected(stale, loss, got=got).coef, dtype=torch.float64)
             close(got.out.tokens.coef, want)
 

@@ -226,6 +226,19 @@ def test_far_beyond_the_clip(advantage, loss, value, grad):
     assert slope == grad
 
 
+@pytest.mark.parametrize(("log_ratio", "log_w"), [(-100.0, math.log(1e-8)), (-19.0, math.log(1e-8)), (2.0, 2.0)])
+def test_vespo_has_a_floor_below_its_weight(log_ratio, log_w):
+    """20 for each token, and 1e-8 for the sequence."""
+    loss = bk.VESPO(k_pos=0.1, lambda_pos=0.5)
+    phi = math.exp(0.5 + 0.1 * log_w - 0.5 * math.exp(log_w))
+    got, (slope,) = one([-1.0], [-1.0 - log_ratio], [1.0], loss)
+    assert got == pytest.approx(phi)
+    assert slope == pytest.approx(-phi)
+    _, slopes = one([-1.0] * 3, [-1.0 - x for x in (log_ratio, 30.0, 0.0)], [1.0] * 3, loss)
+    total = min(max(min(max(log_ratio, -20), 20) + 20, math.log(1e-8)), 20)
+    assert slopes == pytest.approx([-math.exp(0.5 + 0.1 * total - 0.5 * math.exp(total)) / 3] * 3)
+
+
 def test_dual_clip_only_for_negatives():
     old = [-1.0 - math.log(10.0)]
     for advantage, loss, value, grad in (

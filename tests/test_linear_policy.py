@@ -171,6 +171,20 @@ def test_it_is_linear_logprobs_and_policy_loss(backend):
     assert_bits(got.tokens.logprobs, stats.logprobs)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", bk.losses.available())
+def test_no_loss_learns_from_a_batch_without_tokens(name, backend):
+    args = simple(loss=name, mask=torch.zeros(12, dtype=torch.bool))
+    if name == "score-centering":
+        args["rollout_topk_ids"], args["rollout_topk_logprobs"] = torch.zeros(12, 3).long(), torch.full((12, 3), NAN)
+    args["hidden"] = torch.full_like(args["hidden"], NAN)
+    out, grads = evaluate(bk.linear_policy_loss, args, (True, True, True), backend=backend)
+    assert out.loss.requires_grad
+    assert out.loss.item() == 0
+    for leaf, g in zip(("hidden", "weight", "bias"), grads, strict=True):
+        assert_bits(g, torch.zeros_like(args[leaf]), leaf)
+
+
 @pytest.mark.parametrize("backend", FUSED)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradient_everything_but_the_graph_is_the_same(context, backend):
@@ -231,8 +245,12 @@ def test_scoring_then_training_on_the_same_weights_has_ratio_one(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_garbage_under_the_mask_changes_nothing(backend):
-    args = simple()
+@pytest.mark.parametrize("loss", bk.losses.available())
+def test_garbage_under_the_mask_changes_nothing(loss, backend):
+    args = simple(loss=loss, correction=bk.TruncatedIS(level="sequence"), top_entropy=0.8)
+    if loss == "score-centering":
+        args["rollout_topk_ids"] = torch.arange(36).view(12, 3)
+        args["rollout_topk_logprobs"] = normal(12, 3, seed=40, dtype=torch.float32).abs().neg() - 3
     want, want_grads = evaluate(bk.linear_policy_loss, args, (True, True, True), backend=backend)
     floats = ("hidden", "advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "temperature")
     for value in (NAN, INF, -INF, -1e30):
@@ -240,6 +258,9 @@ def test_garbage_under_the_mask_changes_nothing(backend):
         for name in floats:
             dirty[name] = args[name].clone()
             dirty[name][~args["mask"]] = value
+        if "rollout_topk_ids" in args:
+            for name, garbage in (("rollout_topk_ids", 2**40), ("rollout_topk_logprobs", value)):
+                dirty[name] = args[name].masked_fill(~args["mask"][:, None], garbage)
         dirty["targets"] = args["targets"].masked_fill(~args["mask"], -7 if value == value else 2**40)
         got, grads = evaluate(bk.linear_policy_loss, dirty, (True, True, True), backend=backend)
         for a, b in zip((got.loss, *got.tokens, *grads), (want.loss, *want.tokens, *want_grads), strict=True):

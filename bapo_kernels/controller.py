@@ -80,9 +80,13 @@ def _grid(bounds: tuple[float | Tensor, float | Tensor], step: float, device: to
     if start is end and isinstance(start, Tensor):
         return start.to(device=device, dtype=torch.float64).reshape(1)
     assert not isinstance(start, Tensor) and not isinstance(end, Tensor)
-    count = int((end - start) / step + 1e-9) + 1
-    points = start + step * torch.arange(count, dtype=torch.float64, device=device)
+    points = start + step * torch.arange(grid_size(bounds, step), dtype=torch.float64, device=device)
     return torch.where(points > end - 1e-9, float(end), points)  # 0.6 + 15 * 0.02 is a hair less than 0.9
+
+
+def grid_size(bounds: tuple[float | Tensor, float | Tensor], step: float) -> int:
+    start, end = bounds
+    return 1 if start is end else int((end - start) / step + 1e-9) + 1
 
 
 def _contribution(kind: str, positive: Tensor, negative: Tensor) -> Tensor:

@@ -381,7 +381,8 @@ def bapo_bounds(
         rollout_logprobs=rollout_logprobs,
     )
     acc = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
-    return find_bounds(rule, _tokens(_clean(logprobs.detach(), active, acc), recorded, active, layout, dp_group))
+    x = _tokens(_clean(logprobs.detach(), active, acc), recorded, active, layout, dp_group)
+    return fused.find_bounds(rule, x) or find_bounds(rule, x)
 
 
 def _layout_and_mask(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:

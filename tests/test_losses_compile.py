@@ -19,13 +19,15 @@ pytestmark = pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter comp
 BRANCHES = {"clip": 3, "bapo": 4, "dcpo": 4, "sapo": 2, "dro": 1, "reinforce": 0, "cispo": 2, "topr": 2, "bpo": 4}
 BRANCHES |= {"dppo-tv": 3, "dppo-kl": 3}
 ON_DEVICE = {"bapo": ("p0", "p1", "p3")}
-TYPES = {"mask": "*i1", "clipped": "*i8", "partials": "*fp64", "n": "i32", "programs": "i32"}
+TYPES = {"mask": "*i1", "clipped": "*i8", "partials": "*fp64", "bounds": "*fp64", "target": "i64"}
+TYPES |= dict.fromkeys(("n", "programs", "steps", "n_high", "n_low"), "i32")
+TYPES |= {f"{bound}_{what}": "i64" for bound in ("high", "low") for what in ("start", "end", "step")}
 ALL = ("bapo", "dcpo", "bpo", "dppo-kl")  # the most registers and functions; the others are compiled for one target
 CASES = [*((target, b) for target in TARGETS for b in ALL), *(("sm_90", b) for b in BRANCHES if b not in ALL)]
 
 
-def compiled(kernel, target: str, branch: str | None = None):
-    constants = {"BLOCK": launch.BLOCKS[kernel.__name__]}
+def compiled(kernel, target: str, branch: str | None = None, **constants):
+    constants |= {"BLOCK": launch.BLOCKS[kernel.__name__]}
     if branch is not None:
         constants |= {"LOSS": branch} | {f"p{k}": None for k in range(BRANCHES[branch], 4)}
     signature, attributes = {}, {}
@@ -58,6 +60,24 @@ def test_rules_compile_without_spills(target, branch):
 @pytest.mark.parametrize("target", TARGETS)
 def test_fold_compiles_without_spills(target):
     assert compiled(launch.fold_means, target)[2] == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("measure", ["surrogate", "gradient"])
+def test_sums_of_bapo_compile_without_spills(target, measure):
+    constants = {"GRADIENT": measure == "gradient", "WEIGHTED": True, "HIGH": launch.GRID, "LOW": launch.GRID}
+    _, registers, spilled = compiled(launch.bapo_sums, target, **constants)
+    print(f"{registers} registers")
+    assert spilled == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("order", ["high-first", "low-first"])
+def test_search_of_bapo_compiles_without_spills(target, order):
+    constants = {"KIND": "share", "HIGH_FIRST": order == "high-first", "HIGH": launch.GRID, "LOW": launch.GRID}
+    _, registers, spilled = compiled(launch.bapo_pick, target, **constants)
+    print(f"{registers} registers")
+    assert spilled == 0
 
 
 def test_every_branch_that_is_served_is_compiled():

@@ -1,4 +1,4 @@
-"""Runs `interpreted_triton.py` in a process of its own: the interpreter has to be chosen before Triton is imported, for good."""
+"""Runs `interpreted_*.py` in a process of its own: the interpreter has to be chosen before Triton is imported, for good."""
 
 import os
 import re
@@ -12,8 +12,9 @@ if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
 
-def test_in_interpreter():
-    cases = Path(__file__).with_name("interpreted_triton.py")
+@pytest.mark.parametrize("file", ["interpreted_triton.py", "interpreted_losses.py"])
+def test_in_interpreter(file):
+    cases = Path(__file__).with_name(file)
     command = [
         sys.executable,
         "-m",

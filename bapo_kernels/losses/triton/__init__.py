@@ -1,7 +1,7 @@
 """Token-local losses on GPUs, in one Triton kernel: loss, coefficient, clip flag, ratio, and the sums behind the metrics.
 
-`launch.py` launches the kernels of `rules.py`. The rules of `losses/*.py` remain the definition, and serve whatever is not served here.
-Importing this package needs no Triton.
+`launch.py` launches the kernels of `rules.py`, and those of `bounds.py`, which find BAPO's bounds. The rules of `losses/*.py` remain
+the definition, and serve whatever is not served here. Importing this package needs no Triton.
 """
 
 from collections.abc import Iterator
@@ -9,12 +9,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bapo_kernels.head import triton as head
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
+
+if TYPE_CHECKING:
+    from bapo_kernels.controller import BapoBounds
+    from bapo_kernels.losses.bapo import BAPO
 
 _backend = ContextVar("backend", default="auto")
 
@@ -39,14 +44,26 @@ def using(backend: str) -> Iterator[None]:
 
 def evaluate(loss: Loss, x: Tokens) -> FusedTerm | None:
     """The rule of `loss` on `x`, by the kernel; None where that cannot serve the loss, the tensors or the machine."""
-    backend, device = _backend.get(), x.logprobs.device
-    if backend not in ("auto", "triton") or (backend == "auto" and device.type != "cuda") or not _available(device):
-        return None
-    if x.logprobs.dtype != torch.float32 or x.logprobs.numel() == 0:
+    if not _serves(x):
         return None
     from bapo_kernels.losses.triton import launch
 
     return launch.evaluate(loss, x)
+
+
+def find_bounds(loss: "BAPO", x: Tokens) -> "BapoBounds | None":
+    """`controller.find_bounds` by kernels; None where they cannot serve."""
+    if not _serves(x):
+        return None
+    from bapo_kernels.losses.triton import launch
+
+    return launch.find_bounds(loss, x)
+
+
+def _serves(x: Tokens) -> bool:
+    backend, device = _backend.get(), x.logprobs.device
+    wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
+    return wanted and x.logprobs.dtype == torch.float32 and x.logprobs.numel() > 0 and _available(device)
 
 
 @cache

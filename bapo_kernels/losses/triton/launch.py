@@ -1,6 +1,7 @@
 """Which losses the kernel serves, with which parameters, and its launch."""
 
 import math
+import struct
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -9,22 +10,30 @@ import torch
 import triton
 from torch import Tensor
 
-from bapo_kernels.controller import find_bounds
+from bapo_kernels import controller
 from bapo_kernels.losses.bapo import BAPO
 from bapo_kernels.losses.base import Loss, Tokens
 from bapo_kernels.losses.clip import DCPO, GRPO
 from bapo_kernels.losses.sequence import TOPR
 from bapo_kernels.losses.triton import FusedTerm
+from bapo_kernels.losses.triton.bounds import bapo_pick, bapo_sums
 from bapo_kernels.losses.triton.rules import fold_means, token_losses
 from bapo_kernels.losses.weighted import BPO, CISPO, DPPO, DRO, SAPO, Reinforce
 
 # TRITON_INTERPRET=1 was set when the kernels were defined. Programs are costly then, and the shapes of tests small.
 INTERPRETED = not isinstance(token_losses, triton.JITFunction)
-BLOCKS = {"token_losses": 8, "fold_means": 4} if INTERPRETED else {"token_losses": 256, "fold_means": 1024}
+BLOCKS = {"token_losses": 256, "fold_means": 1024, "bapo_sums": 16, "bapo_pick": 32}
+if INTERPRETED:
+    BLOCKS = {"token_losses": 32, "fold_means": 4, "bapo_sums": 32, "bapo_pick": 2}
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}  # no fusion: rounds as PyTorch does
 # As `fold_means` writes them.
 MEANS = ("ratio_mean", "ratio_max", "approx_kl", "clip_frac_low", "clip_frac_high", "entropy_clip_cov", "num_tokens")
 PARTIALS = 9
+GRID = 64  # points of a grid of BAPO at most: a block of tokens times the grid is in registers
+STEPS, PROGRAMS = (
+    (2 if INTERPRETED else 16),
+    512,
+)  # of `bapo_sums`: blocks of a program, more where there were more programs than that
 
 
 def _dual(loss: Any) -> float:
@@ -52,7 +61,8 @@ def evaluate(loss: Loss, x: Tokens) -> FusedTerm | None:
     chosen: tuple | None = SERVED[rule](loss) if rule in SERVED else None
     if rule is BAPO.rule:
         assert isinstance(loss, BAPO)
-        metrics = {k: v.to(torch.float32) for k, v in find_bounds(loss, x)._asdict().items()}
+        bounds = find_bounds(loss, x) or controller.find_bounds(loss, x)
+        metrics = {k: v.to(torch.float32) for k, v in bounds._asdict().items()}
         chosen = ("bapo", metrics["c_low"], metrics["c_high"], _dual(loss), metrics["contribution"])
     if chosen is None:
         return None
@@ -60,14 +70,13 @@ def evaluate(loss: Loss, x: Tokens) -> FusedTerm | None:
     parameters = [p if isinstance(p, Tensor) else float(p) for p in parameters]
     parameters += [None] * (4 - len(parameters))
 
-    inputs = [t.detach().contiguous() for t in (x.logprobs, x.old_logprobs, x.rollout_logprobs, x.advantages, x.mask)]
-    n, device = x.logprobs.numel(), x.logprobs.device
+    inputs, n, device = _inputs(x), x.logprobs.numel(), x.logprobs.device
     term, coef, ratio = (torch.empty_like(inputs[0]) for _ in range(3))
     clipped = torch.empty_like(inputs[0], dtype=torch.int8)
     programs = triton.cdiv(n, BLOCKS["token_losses"])
     partials = torch.empty(PARTIALS, programs, dtype=torch.float64, device=device)
     means = torch.empty(len(MEANS), device=device)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with _on(device):
         token_losses[(programs,)](
             *(*inputs, *parameters, term, coef, ratio, clipped, partials, n),
             **(OPTIONS | {"LOSS": family, "BLOCK": BLOCKS["token_losses"]}),
@@ -75,6 +84,55 @@ def evaluate(loss: Loss, x: Tokens) -> FusedTerm | None:
         fold_means[(1,)](partials, means, programs, **(OPTIONS | {"BLOCK": BLOCKS["fold_means"]}))
     attached = _Attach.apply(x.logprobs, term, coef)
     return FusedTerm(attached, clipped, metrics, ratio=ratio, means=dict(zip(MEANS, means.unbind(), strict=True)))
+
+
+def find_bounds(loss: BAPO, x: Tokens) -> controller.BapoBounds | None:
+    """`controller.find_bounds` for fp32 tokens; None for grids of very many points."""
+    n, device = x.logprobs.numel(), x.logprobs.device
+    n_high = controller.grid_size(loss.c_high, loss.step_high)
+    n_low = controller.grid_size(loss.c_low, loss.step_low)
+    if max(n_high, n_low) > GRID:
+        return None
+    grids = [_bits(v, device) for v in (*loss.c_high, loss.step_high, *loss.c_low, loss.step_low)]
+    sizes = {"HIGH": max(16, triton.next_power_of_2(n_high)), "LOW": max(16, triton.next_power_of_2(n_low))}
+    blocks = triton.cdiv(n, BLOCKS["bapo_sums"])
+    steps = max(STEPS, triton.cdiv(blocks, PROGRAMS))
+    programs = triton.cdiv(blocks, steps)
+    partials = torch.empty(sum(sizes.values()), programs, dtype=torch.float64, device=device)
+    bounds = torch.empty(5, dtype=torch.float64, device=device)
+    with _on(device):
+        bapo_sums[(programs,)](
+            *(*_inputs(x), *grids, partials, n, steps),
+            **(OPTIONS | sizes | {"BLOCK": BLOCKS["bapo_sums"]}),
+            GRADIENT=loss.measure == "gradient",
+            WEIGHTED=loss.weighting == "rollout",
+        )
+        if x.dp_group is not None:
+            # In the shape of `controller.find_bounds`: a rank without tokens sums with it.
+            grids_only = torch.cat([partials[:n_high], partials[sizes["HIGH"] :][:n_low]]).sum(1)
+            torch.distributed.all_reduce(grids_only, group=x.dp_group)
+            partials = partials.new_zeros(partials.shape[0], 1)
+            partials[:n_high, 0], partials[sizes["HIGH"] :][:n_low, 0] = grids_only.split([n_high, n_low])
+        bapo_pick[(1,)](
+            *(partials, partials.shape[1], *grids, n_high, n_low, _bits(loss.target, device), bounds),
+            **(OPTIONS | sizes | {"BLOCK": BLOCKS["bapo_pick"]}),
+            KIND=loss.contribution,
+            HIGH_FIRST=loss.order == "high-first",
+        )
+    return controller.BapoBounds(*bounds.unbind())
+
+
+def _inputs(x: Tokens) -> list[Tensor]:
+    return [t.detach().contiguous() for t in (x.logprobs, x.old_logprobs, x.rollout_logprobs, x.advantages, x.mask)]
+
+
+def _bits(value: float | Tensor, device: torch.device) -> int | Tensor:
+    """A number as `number64` in the kernels reads it."""
+    return value.to(device) if isinstance(value, Tensor) else struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _Attach(torch.autograd.Function):

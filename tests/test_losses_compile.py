@@ -26,7 +26,7 @@ ALL = ("bapo", "dcpo", "bpo", "dppo-kl")  # the most registers and functions; th
 CASES = [*((target, b) for target in TARGETS for b in ALL), *(("sm_90", b) for b in BRANCHES if b not in ALL)]
 
 
-def compiled(kernel, target: str, branch: str | None = None, **constants):
+def compiled(kernel, target: str, branch: str | None = None, types: dict[str, str] = TYPES, **constants):
     constants |= {"BLOCK": launch.BLOCKS[kernel.__name__]}
     if branch is not None:
         constants |= {"LOSS": branch} | {f"p{k}": None for k in range(BRANCHES[branch], 4)}
@@ -38,7 +38,7 @@ def compiled(kernel, target: str, branch: str | None = None, **constants):
         elif name in ("p0", "p1", "p2", "p3") and name not in ON_DEVICE.get(branch, ()):
             signature[name] = "fp32"
         else:
-            signature[name] = TYPES.get(name, "*fp32")
+            signature[name] = types.get(name, "*fp32")
         if signature[name].startswith("*") and not name.startswith("p0"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
@@ -78,6 +78,16 @@ def test_search_of_bapo_compiles_without_spills(target, order):
     _, registers, spilled = compiled(launch.bapo_pick, target, **constants)
     print(f"{registers} registers")
     assert spilled == 0
+
+
+def test_bounds_of_bapo_may_be_tensors():
+    types = TYPES | {f"{bound}_{end}": "*fp32" for bound in ("high", "low") for end in ("start", "end")}
+    grids = {"HIGH": 16, "LOW": 16}
+    for kernel, options in (
+        (launch.bapo_sums, {"GRADIENT": False, "WEIGHTED": False}),
+        (launch.bapo_pick, {"KIND": "signed", "HIGH_FIRST": True}),
+    ):
+        assert compiled(kernel, "sm_90", types=types, **grids, **options)[2] == 0
 
 
 def test_every_branch_that_is_served_is_compiled():

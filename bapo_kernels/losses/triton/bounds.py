@@ -74,9 +74,9 @@ def bapo_sums(
         if GRADIENT:
             s_plus += tl.sum(w_plus * tl.where(r <= high, r, 0.0), 0)
             s_minus += tl.sum(w_minus * tl.where(r >= low, r, 0.0), 0)
-        else:
-            s_plus += tl.sum(w_plus * tl.minimum(r, high, propagate_nan=tl.PropagateNan.ALL), 0)
-            s_minus += tl.sum(w_minus * tl.maximum(r, low, propagate_nan=tl.PropagateNan.ALL), 0)
+        else:  # minimum and maximum that keep NaN
+            s_plus += tl.sum(w_plus * tl.where(r > high, high, r), 0)
+            s_minus += tl.sum(w_minus * tl.where(r < low, low, r), 0)
         o += BLOCK
     programs = tl.num_programs(0)
     tl.store(partials + o_high * programs + i, s_plus)

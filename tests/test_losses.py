@@ -17,6 +17,7 @@ VARIANTS = [
     bk.BAPO.fixed(0.9, 1.1),
     bk.GRPO(dual_clip=1.2),
     bk.BPO(smoothing=0.01, cap=1.1, clip_low=0.9, clip_high=0.05),
+    bk.BPO(cap=1.02, clip_high=0.3),  # the mask looks at the ratio before the cap
     bk.GSPO(clip_low=0.1, clip_high=0.3),
     bk.CISPO(ratio_low=0.8, ratio_high=1.2),
     bk.DPPO(ratio_cap=1.1, delta_low=0.3, delta_high=0.01),

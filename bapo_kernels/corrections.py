@@ -29,7 +29,9 @@ class Correction:
 
 
 def _ratio(x: Tokens, level: str) -> Tensor:
-    log_ratio = x.old_logprobs - x.rollout_logprobs
+    old, rollout = x.old_logprobs, x.rollout_logprobs
+    log_ratio = torch.where(old == rollout, 0.0, old - rollout)  # -inf on both sides is no mismatch
+    log_ratio = log_ratio.clamp(-1e30, 1e30)  # inf and -inf in one sequence have a sum
     return bounded_exp(x.sequence_sum(log_ratio) if level == "sequence" else log_ratio)
 
 
@@ -94,10 +96,10 @@ class KPop(Correction):
         self._require("phi", is_number(self.phi) and self.phi >= 0, "a finite number >= 0")
 
     def weight(self, x: Tokens) -> Tensor:
-        trained, sampled = x.old_logprobs.exp(), x.rollout_logprobs.exp()
+        trained, sampled = x.old_logprobs, x.rollout_logprobs
         divergence = torch.maximum(binary_kl(trained, sampled), binary_kl(sampled, trained))
         weight = torch.where(divergence > self.phi, 0.0, torch.ones_like(trained))
-        return torch.where((trained + sampled).isnan(), torch.nan, weight)
+        return torch.where(trained.isnan() | sampled.isnan(), torch.nan, weight)
 
 
 def _check_band(correction: MaskedIS | IcePop) -> None:

@@ -252,6 +252,7 @@ def random_tokens(n: int = 300, seed: int = 0, shift: float = 0.0, spread: float
 
 SEARCHES = {
     "reached-at-the-start": {"target": 0.2},
+    "reached-at-the-start-low-first": {"target": 0.355, "order": "low-first"},  # and not at the end of c_low
     "on-the-way-up": {"target": 0.39},
     "low-first": {"target": 0.25, "order": "low-first", "measure": "gradient"},
     "second-bound": {"target": 0.43, "measure": "gradient"},
@@ -281,6 +282,15 @@ def test_bounds(options):
     assert_bounds(launch.find_bounds(loss, x), controller.find_bounds(loss, x))
 
 
+def test_bounds_past_the_balance():
+    """Read literally, the contribution falls again once S+ is more than S-: what the end of the path has says nothing."""
+    loss, x = bk.BAPO(contribution="signed", target=20.0), random_tokens(shift=0.2)
+    found = launch.find_bounds(loss, x)
+    want = controller.find_bounds(loss, x)
+    assert loss.c_high[0] < want.c_high < loss.c_high[1]
+    assert (found.c_low, found.c_high) == (want.c_low, want.c_high)
+
+
 def test_searches_end_everywhere():
     """At the start, within either grid, at the end of one and of both: else the test above sees too little."""
     places = {"high-first": set(), "low-first": set()}
@@ -294,7 +304,7 @@ def test_searches_end_everywhere():
             ]
             places[loss.order].add(tuple(at))
     assert places["high-first"] == {("start", "start"), ("start", "within"), ("within", "end"), ("end", "end")}
-    assert places["low-first"] == {("within", "start"), ("end", "within"), ("end", "end")}
+    assert places["low-first"] == {("start", "start"), ("within", "start"), ("end", "within"), ("end", "end")}
 
 
 def test_bounds_do_not_depend_on_the_split(monkeypatch):
@@ -326,6 +336,15 @@ def test_bounds_of_odd_batches(case, contribution, measure):
     if case.startswith("nan"):
         assert x.mask[3]
     assert_bounds(launch.find_bounds(loss, x), controller.find_bounds(loss, x))
+
+
+def test_ratios_on_the_bounds_count():
+    x = random_tokens(n=20, spread=0.0)
+    assert x.ratio.eq(1).all()
+    loss = bk.BAPO(c_low=(1.0, 1.0), c_high=(1.0, 1.0), measure="gradient")
+    found = launch.find_bounds(loss, x)
+    assert_bounds(found, controller.find_bounds(loss, x))
+    assert found.positive > 0 and found.negative > 0
 
 
 def test_large_grids_are_left_to_pytorch():

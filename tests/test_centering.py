@@ -131,7 +131,7 @@ def test_of_the_sampled_token_alone_it_is_bpo_without_smoothing(backend):
     omega = (1 - q_y) / (1 - p_y)
     eye = torch.eye(V, dtype=torch.float64)[p.targets]
     check(grads, -args["advantages"][:, None] * omega * (eye - mine), p)
-    bpo = bk.BPO(smoothing=1e-300, cap=1e9, clip_low=1e9, clip_high=1e9)
+    bpo = bk.BPO(smoothing=1e-30, cap=1e9, clip_low=1e9, clip_high=1e9)
     bare = {k: v for k, v in args.items() if "topk" not in k}
     for got, want in zip(grads, run(p, bare, backend, bpo)[1], strict=True):
         close(got, want)
@@ -241,7 +241,6 @@ def test_ids_that_the_policy_excludes_are_harmless():
         assert all(g.isfinite().all() for g in grads)
 
 
-@pytest.mark.xfail(reason="0 times minus infinity", strict=True)
 def test_ids_that_only_the_sampler_knows_do_not_make_nan_without_advantage():
     out = bk.policy_loss(
         torch.tensor([-1.0, -2.0]),

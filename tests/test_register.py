@@ -213,7 +213,7 @@ def test_needs():
 def test_a_rule_has_to_return_one_number_for_each_token(rule):
     bk.losses.register("mine", rule)
     batch = Batch.random()
-    with pytest.raises(ValueError, match=r"'mine'.*must return \(3, 6\)"):
+    with pytest.raises(ValueError, match=r"'mine'.*must return .*shape \(3, 6\)"):
         batch.call(loss="mine")
 
 
@@ -264,7 +264,6 @@ def test_parameters():
     assert first == bk.losses.get("mine", scale=0.1)
 
 
-@pytest.mark.xfail(reason="accepted, and no longer hashable", strict=True)
 def test_overrides_have_to_be_hashable_too():
     bk.losses.register("mine", asymmetric, scale=0.5)
     with pytest.raises(ValueError, match="hashable"):

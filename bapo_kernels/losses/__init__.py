@@ -86,12 +86,7 @@ def register(
         raise ValueError(f"needs may hold {' and '.join(INPUTS)}, got {unknown[0]!r}")
     if aggregation not in agg.NAMES:
         raise ValueError(f"aggregation must be one of {', '.join(agg.NAMES)}, got {aggregation!r}")
-    loss = RegisteredLoss(name, rule, tuple(defaults.items()), aggregation, needs)
-    try:
-        hash(loss)
-    except TypeError as error:
-        raise ValueError(f"the parameters of loss {name!r} must be hashable: {error}") from None
-    _LOSSES[name] = loss
+    _LOSSES[name] = RegisteredLoss(name, rule, tuple(defaults.items()), aggregation, needs)
 
 
 def resolve(loss: str | Loss) -> Loss:

@@ -21,9 +21,16 @@ def clip_flags(upper: Tensor, lower: Tensor) -> Tensor:
     return upper.to(torch.int8) - lower.to(torch.int8)
 
 
-def binary_kl(a: Tensor, b: Tensor) -> Tensor:
-    """KL of Bernoulli(a) against Bernoulli(b), a and b probabilities; a term of weight 0 is 0."""
-    return kl_term(a, b) + kl_term(1.0 - a, 1.0 - b)
+MIN_TAIL = (
+    1e-8  # of 1 - p: in fp32 that of a sure token may round to 0, and an infinite divergence is not what it means
+)
+
+
+def binary_kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL of Bernoulli(a) against Bernoulli(b), from their log-probs."""
+    a = log_a.exp()
+    tail_a, tail_b = ((-torch.expm1(t)).clamp(min=MIN_TAIL) for t in (log_a, log_b))
+    return torch.where(a == 0, 0.0, a * (log_a - log_b)) + tail_a * torch.log(tail_a / tail_b)
 
 
 def kl_term(a: Tensor, b: Tensor) -> Tensor:

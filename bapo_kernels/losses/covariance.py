@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bapo_kernels.checks import is_whole
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 from bapo_kernels.losses.clip import clipped_surrogate
 
@@ -54,7 +55,8 @@ class ClipCov(Loss):
         self._require_numbers("fraction", "clip_low", "clip_high")
         self._require("fraction", self.fraction <= 1, "a number in [0, 1]")
         self._require_numbers("cov_low", "cov_high", low=-float("inf"))
-        self._require("seed", isinstance(self.seed, int) and not isinstance(self.seed, bool), "an integer")
+        self._require("cov_high", self.cov_high > self.cov_low, f"above cov_low={self.cov_low}")
+        self._require("seed", is_whole(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")
 
     def rule(self, x: Tokens) -> TokenLoss:
         term = clipped_surrogate(x, 1.0 - self.clip_low, 1.0 + self.clip_high)
@@ -63,7 +65,7 @@ class ClipCov(Loss):
         generator = torch.Generator(x.mask.device).manual_seed(self.seed)
         lottery = torch.rand(x.mask.shape, generator=generator, device=x.mask.device)
         chosen = _largest(lottery, candidates, _share(self.fraction, x.mask))
-        return TokenLoss(torch.where(chosen, 0.0, term.loss), term.clipped)
+        return TokenLoss(torch.where(chosen & ~term.loss.isnan(), 0.0, term.loss), term.clipped)
 
 
 @dataclass(frozen=True)
@@ -87,4 +89,5 @@ class KLCov(Loss):
 
     def rule(self, x: Tokens) -> TokenLoss:
         chosen = _largest(_covariance(x), x.mask, _share(self.fraction, x.mask))
-        return TokenLoss(-x.ratio * x.advantages + torch.where(chosen, self.beta * x.log_ratio.abs(), 0.0))
+        loss = -x.ratio * x.advantages
+        return TokenLoss(loss if self.beta == 0 else loss + torch.where(chosen, self.beta * x.log_ratio.abs(), 0.0))

@@ -29,9 +29,16 @@ class RegisteredLoss(Loss):
         parameters = tuple({**defaults, **overrides}.items())
         return RegisteredLoss(self.name, self.function, parameters, self.aggregation, self.needs)
 
+    def __post_init__(self):
+        try:
+            hash(self.parameters)
+        except TypeError as error:
+            raise ValueError(f"the parameters of loss {self.name!r} must be hashable: {error}") from None
+
     def rule(self, x: Tokens) -> TokenLoss:
         loss = self.function(x, **dict(self.parameters))
-        if not isinstance(loss, Tensor) or loss.shape != x.logprobs.shape:
-            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"the rule of loss {self.name!r} must return {tuple(x.logprobs.shape)}, got {got}")
-        return TokenLoss(loss)
+        if not isinstance(loss, Tensor) or loss.shape != x.logprobs.shape or not loss.is_floating_point():
+            got = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            want = f"a floating-point tensor of shape {tuple(x.logprobs.shape)}"
+            raise ValueError(f"the rule of loss {self.name!r} must return {want}, got {got}")
+        return TokenLoss(loss.to(x.logprobs.dtype))

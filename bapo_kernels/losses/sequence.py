@@ -18,8 +18,8 @@ from bapo_kernels.losses.clip import clipped_surrogate
 def _through_token(log_ratio: Tensor, logprobs: Tensor) -> Tensor:
     """exp of a sequence's log-ratio whose gradient reaches each token's own log-prob, as if it were that token's; 0 where clamped."""
     value = bounded_exp(log_ratio).detach()
-    inside = log_ratio.detach().abs() <= MAX_LOG_RATIO
-    return value * (1.0 + torch.where(inside, logprobs - logprobs.detach(), 0.0))
+    clamped = log_ratio.detach().abs() > MAX_LOG_RATIO
+    return value * (1.0 + torch.where(clamped, 0.0, logprobs - logprobs.detach()))
 
 
 @dataclass(frozen=True)

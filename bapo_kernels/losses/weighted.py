@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bapo_kernels.losses.base import Loss, TokenLoss, Tokens, Topk, binary_kl, bounded_exp, clip_flags, kl_term
+from bapo_kernels.checks import fits_fp32
+from bapo_kernels.losses.base import Loss, TokenLoss, Tokens, binary_kl, bounded_exp, clip_flags, kl_term
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class DPPO(Loss):
     def rule(self, x: Tokens) -> TokenLoss:
         logprobs = x.logprobs.detach()
         p, q = logprobs.exp(), x.rollout_logprobs.exp()
-        divergence = self._divergence(p, q, x.topk)
+        divergence = self._divergence(logprobs, x)
         upper = (x.advantages > 0) & (p > q) & (divergence > self.delta_high)
         lower = (x.advantages < 0) & (p < q) & (divergence > self.delta_low)
         weight = bounded_exp(logprobs - x.rollout_logprobs).clamp(max=self.ratio_cap)
@@ -87,13 +88,13 @@ class DPPO(Loss):
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("rollout_topk_ids", "rollout_topk_logprobs") if self.divergence.startswith("topk") else ()
 
-    def _divergence(self, p: Tensor, q: Tensor, topk: Topk | None) -> Tensor:
+    def _divergence(self, logprobs: Tensor, x: Tokens) -> Tensor:
         if self.divergence == "tv":
-            return (p - q).abs()
+            return (logprobs.exp() - x.rollout_logprobs.exp()).abs()
         if self.divergence == "kl":
-            return binary_kl(q, p)
-        assert topk is not None
-        p_head, q_head = topk.logprobs.detach().exp() * topk.valid, topk.rollout_logprobs.exp()
+            return binary_kl(x.rollout_logprobs, logprobs)
+        assert x.topk is not None
+        p_head, q_head = x.topk.logprobs.detach().exp() * x.topk.valid, x.topk.rollout_logprobs.exp()
         p_rest, q_rest = ((1.0 - t.sum(-1)).clamp(min=1e-12) for t in (p_head, q_head))
         if self.divergence == "topk-tv":
             return ((p_head - q_head).abs().sum(-1) + (p_rest - q_rest).abs()) / 2.0
@@ -137,6 +138,7 @@ class BPO(Loss):
 
     def __post_init__(self):
         self._require_numbers("smoothing", "cap", strict=True)
+        self._require("smoothing", fits_fp32(self.smoothing), "a number that fp32 can hold")
         self._require_numbers("clip_low", "clip_high")
 
     def rule(self, x: Tokens) -> TokenLoss:
@@ -189,4 +191,5 @@ class DRO(Loss):
         self._require_numbers("beta")
 
     def rule(self, x: Tokens) -> TokenLoss:
-        return TokenLoss(-(x.advantages * x.logprobs - self.beta / 2 * x.log_ratio.square()))
+        loss = -x.advantages * x.logprobs
+        return TokenLoss(loss if self.beta == 0 else loss + self.beta / 2 * x.log_ratio.square())

@@ -112,8 +112,8 @@ def contribution(positive, negative, KIND: tl.constexpr):
 
 @triton.jit
 def first_that_reaches(value, target, o, count):
-    """Position of the first value that is not below the target; `count` if there is none."""
-    return tl.min(tl.where((o < count) & ~(value < target), o, count))
+    """Position of the first value that is not below the target; `count` or more if none of the first `count` is."""
+    return tl.min(tl.where(value < target, count, o))
 
 
 @triton.jit(

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 MAX_LOG_RATIO = tl.constexpr(20.0)
+MIN_TAIL = tl.constexpr(1e-8)
+TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal fp32
 
 
 @triton.jit
@@ -40,11 +42,6 @@ def at_most(x, high):
 @triton.jit
 def bounded_exp(log_ratio):
     return exp(at_most(at_least(log_ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO))
-
-
-@triton.jit
-def kl_term(a, b):
-    return tl.where(a == 0.0, 0.0, a * log(tl.div_rn(a, b)))
 
 
 @triton.jit
@@ -112,7 +109,7 @@ def token_losses(
             term += contribution
             slope = tl.where(upper | lower | fixed, 0.0, contribution)
     elif LOSS == "dcpo":  # p0, p1: 4 eps
-        q = exp(old)
+        q = at_least(exp(old), TINY)
         low = (1.0 + tl.sqrt_rn(at_least(1.0 - tl.div_rn(p0, q), 0.0))) * 0.5
         high = at_most((1.0 + tl.sqrt_rn(1.0 + tl.div_rn(p1, q))) * 0.5, p2)
         term, slope, upper, lower = clipped_surrogate(a, r, fixed, low, high, p3)
@@ -122,8 +119,11 @@ def token_losses(
         term = -a * tl.div_rn(4.0, tau) * gate.to(tl.float32)
         slope = tl.where(fixed, 0.0, -a * (4.0 * (gate * (1.0 - gate))).to(tl.float32) * r)
     elif LOSS == "dro":  # p0: beta / 2
-        term = -(a * lp - p0 * (log_ratio * log_ratio))
-        slope = -(a - p0 * (2.0 * log_ratio))
+        term = -a * lp
+        slope = -a
+        if p0 != 0.0:
+            term += p0 * (log_ratio * log_ratio)
+            slope += p0 * (2.0 * log_ratio)
     else:  # -weight A logprob, with a weight that has no gradient
         if LOSS == "reinforce":
             weight = tl.full([BLOCK], 1.0, tl.float32)
@@ -143,7 +143,9 @@ def token_losses(
             if LOSS == "dppo-tv":
                 divergence = tl.abs(p - q)
             else:
-                divergence = kl_term(q, p) + kl_term(1.0 - q, 1.0 - p)
+                tail_p = at_least(tail(lp), MIN_TAIL)
+                tail_q = at_least(tail(mu), MIN_TAIL)
+                divergence = tl.where(q == 0.0, 0.0, q * (mu - lp)) + tail_q * log(tl.div_rn(tail_q, tail_p))
             upper = (a > 0.0) & (p > q) & (divergence > p1)
             lower = (a < 0.0) & (p < q) & (divergence > p0)
             weight = tl.where(upper | lower, 0.0, at_most(bounded_exp(lp - mu), p2))

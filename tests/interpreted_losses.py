@@ -259,6 +259,7 @@ SEARCHES = {
     "second-bound-low-first": {"target": 0.4, "order": "low-first", "measure": "gradient"},
     "never": {"target": 0.99},
     "never-low-first": {"target": 0.99, "order": "low-first"},
+    "ends-between-points": {"target": 0.99, "c_low": (0.6, 0.89), "c_high": (1.2, 2.93)},
     "signed": {"target": 1.9, "contribution": "signed"},
     "ratio": {"target": 0.5, "contribution": "ratio", "weighting": "none"},
     "one-point": {"c_low": (0.5, 0.5), "c_high": (1.1, 1.1)},
@@ -345,6 +346,13 @@ def test_ratios_on_the_bounds_count():
     found = launch.find_bounds(loss, x)
     assert_bounds(found, controller.find_bounds(loss, x))
     assert found.positive > 0 and found.negative > 0
+
+
+def test_a_target_that_is_just_met():
+    x = random_tokens(n=20, spread=0.0)
+    x = replace(x, advantages=torch.tensor([1.0, -1.0] * 10), mask=torch.ones_like(x.mask))
+    found = launch.find_bounds(bk.BAPO(target=0.5, weighting="none"), x)
+    assert [v.item() for v in found] == [0.6, 1.2, 0.5, 10.0, 10.0]
 
 
 def test_large_grids_are_left_to_pytorch():

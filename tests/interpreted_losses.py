@@ -304,8 +304,8 @@ def test_searches_end_everywhere():
                 for v, (start, end) in ((found.c_low, loss.c_low), (found.c_high, loss.c_high))
             ]
             places[loss.order].add(tuple(at))
-    assert places["high-first"] == {("start", "start"), ("start", "within"), ("within", "end"), ("end", "end")}
-    assert places["low-first"] == {("start", "start"), ("within", "start"), ("end", "within"), ("end", "end")}
+    assert places["high-first"] >= {("start", "start"), ("start", "within"), ("within", "end"), ("end", "end")}
+    assert places["low-first"] >= {("start", "start"), ("within", "start"), ("end", "within"), ("end", "end")}
 
 
 def test_bounds_do_not_depend_on_the_split(monkeypatch):

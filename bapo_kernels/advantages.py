@@ -87,6 +87,8 @@ class TargetEntropy:
             value = getattr(self, name)
             if not is_number(value) or value < 0:
                 raise ValueError(f"TargetEntropy({name}=...) must be a finite number >= 0, got {value!r}")
+        if self.coef > self.max_coef:
+            raise ValueError(f"TargetEntropy(coef=...) must be at most max_coef={self.max_coef}, got {self.coef!r}")
 
     def update(self, entropy: float | Tensor) -> float:
         """The coefficient for this step, as a number; a tensor is read on the host."""

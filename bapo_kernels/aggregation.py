@@ -54,8 +54,8 @@ def token_weights(
         count = active.sum() if aggregation == "token-mean" else (lengths > 0).sum().to(dtype)
     else:
         count = normalizer.detach().to(dtype) if isinstance(normalizer, Tensor) else active.new_full((), normalizer)
-    # A count of 0 comes with no active token (then every weight is 0 anyway).
-    weight = active / torch.where(count == 0, 1.0, count)
+    # By selection: a normalizer of 0 is right where no token is active, and infinite (never a plausible number) where one is.
+    weight = torch.where(mask, 1.0 / count, 0.0)
     if aggregation == "seq-mean-token-mean":
         weight = weight / layout.to_tokens(lengths.clamp(min=1.0))
     if max_length is not None:  # seq-mean-token-sum-norm, by `check`

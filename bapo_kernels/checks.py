@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A finite real number that is no bool; NumPy's scalars are."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite real number, in fp32 too, that is no bool; NumPy's scalars are."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and fits_fp32(value)
 
 
 def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def fits_fp32(value: float) -> bool:
+def fits_fp32(value: Real | float) -> bool:
     """Neither inf nor, unless it is 0, 0 in the dtype that kernels compute in."""
     info = torch.finfo(torch.float32)
-    return value == 0 or info.tiny <= abs(value) <= info.max
+    return value == 0 or info.tiny <= abs(float(value)) <= info.max
 
 
 def is_integer(t: Tensor) -> bool:

@@ -35,7 +35,11 @@ class Layout:
                 raise ValueError(
                     f"cu_seqlens must rise from 0 to {shape[0]}, the tokens of {name} {tuple(shape)}, got [{shown}]"
                 )
-        return cls(shape, cu_seqlens.to(device=device, dtype=torch.int64), cu_seqlens.numel() - 1)
+        with torch.inference_mode(
+            False
+        ):  # an ordinary tensor, which autograd may keep, whatever mode made the caller's
+            edges_on_device = cu_seqlens.to(device=device, dtype=torch.int64, copy=True)
+        return cls(shape, edges_on_device, cu_seqlens.numel() - 1)
 
     def sequence_sum(self, t: Tensor) -> Tensor:
         """(layout) -> (sequences,), differentiable; the order of summation is fixed."""

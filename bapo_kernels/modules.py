@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bapo_kernels.head import backends
 from bapo_kernels.head.api import TokenStatistics, linear_logprobs
 from bapo_kernels.losses import Loss, resolve
-from bapo_kernels.policy import PolicyLossOutput, PolicyOptions, linear_policy_loss
+from bapo_kernels.policy import PolicyLossOutput, PolicyOptions, check_engine, linear_policy_loss
 
 
 def _check_names(owner: str, function: Any, given: dict[str, Any]) -> None:
@@ -43,6 +44,8 @@ class LinearPolicyLoss(nn.Module):
         super().__init__()
         self.options = {"loss": loss, **options}
         _check_names("LinearPolicyLoss", linear_policy_loss, self.options)
+        backends.check_name(options.get("backend", "auto"))
+        check_engine(options.get("engine", "auto"))
         shared = {k: v for k, v in options.items() if k in PolicyOptions.__dataclass_fields__}
         PolicyOptions(loss=resolve(loss), **shared)  # a mistake shows here, not at the first batch
 

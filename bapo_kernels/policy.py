@@ -85,6 +85,11 @@ class PolicyOptions:
         return self.entropy_coef != 0 or self.top_entropy is not None
 
 
+def check_engine(engine: str) -> None:
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+
+
 @dataclass(frozen=True)
 class Recorded:
     """Constants of a batch that were recorded before this step. `of` validates them, and drops what the options do not read."""
@@ -122,10 +127,11 @@ class Recorded:
         topk = {"rollout_topk_ids": rollout_topk_ids, "rollout_topk_logprobs": rollout_topk_logprobs}
         for name in options.loss.needs:
             if {**given, **topk}[name] is None:
-                raise ValueError(f"loss {options.loss.name!r} needs {name}: {WHAT_TO_RECORD[name]}")
+                raise ValueError(f"loss {options.loss} needs {name}: {WHAT_TO_RECORD[name]}")
         for name, t in given.items():
             if t is not None:
                 check_shape(name, t, tuple(layout.shape), "the batch", device)
+                check_floating(name, t)
         if options.needs_topk:
             assert rollout_topk_ids is not None and rollout_topk_logprobs is not None
             check_topk(rollout_topk_ids, rollout_topk_logprobs, active, layout)
@@ -233,7 +239,7 @@ def policy_loss(
         topk_logprobs = None
     elif topk_logprobs is None:
         raise ValueError(
-            f"loss {options.loss.name!r} needs topk_logprobs: the policy's log-probs at rollout_topk_ids (linear_logprobs(topk_ids=...))"
+            f"loss {options.loss} needs topk_logprobs: the policy's log-probs at rollout_topk_ids (linear_logprobs(topk_ids=...))"
         )
     else:
         check_shape("topk_logprobs", topk_logprobs, tuple(recorded.topk_ids.shape), "rollout_topk_ids", logprobs.device)
@@ -302,8 +308,7 @@ def linear_policy_loss(
         dp_group=dp_group,
         return_tokens=return_tokens,
     )
-    if engine not in ENGINES:
-        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    check_engine(engine)
     check_tensor("hidden", hidden, None)
     layout = Layout.of("hidden", hidden.shape[:-1], cu_seqlens, hidden.device)
     check_shape("targets", targets, tuple(layout.shape), f"hidden {tuple(hidden.shape)}", hidden.device)
@@ -451,8 +456,6 @@ def _evaluate(
         total = x.active(weights * per_token).sum()
         reported = metrics(x, term, x.active(weights * policy).sum(), kl, h)
         tokens = _detail(x, term, policy, h) if options.return_tokens else None
-    if trains and not total.requires_grad:  # a loss that does not depend on the policy still trains, on nothing
-        total = total + 0.0 * lp.sum()
     return PolicyLossOutput(total if trains else total.detach(), reported, tokens)
 
 

@@ -41,8 +41,8 @@ def keep_highest_entropy(x: Tokens, policy: Tensor, entropy: Tensor, fraction: f
     # A hair less, so that 0.28 * 25 = 7.000000000000001 keeps seven.
     keep = torch.ceil(count.double() * fraction - 1e-9).long().clamp(min=1)
     threshold = values.sort(descending=True).values.gather(0, (keep - 1)[None])[0]
-    kept = torch.where(x.mask & ((entropy >= threshold) | policy.isnan()), policy, 0.0)
-    return torch.where(entropy.isnan(), entropy * policy, kept)
+    kept = torch.where(x.mask & ((entropy >= threshold) | policy.isnan() | entropy.isnan()), policy, 0.0)
+    return kept * torch.where(entropy.isnan(), torch.nan, torch.ones_like(entropy))
 
 
 def _gather(values: Tensor, group) -> Tensor:

@@ -162,23 +162,23 @@ def test_straight_from_the_head(rule, backend):
 
 
 @pytest.mark.parametrize("backend", FUSED)
-def test_a_rule_that_ignores_the_policy_gives_zero_gradients(backend):
+def test_a_rule_that_ignores_the_policy_is_refused(backend):
+    """It would train on nothing, without a word."""
     bk.losses.register("constant", lambda x: x.advantages)
     p = Problem.random().requires_grad()
-    out = bk.linear_policy_loss(
-        p.hidden,
-        p.weight,
-        p.targets,
-        torch.ones(5),
-        bias=p.bias,
-        loss="constant",
-        old_logprobs=torch.zeros(5),
-        backend=backend,
-    )
-    assert out.loss == 1
-    out.loss.backward()
-    for g in p.grads():
-        assert not g.any()
+    options = {"bias": p.bias, "loss": "constant", "old_logprobs": torch.zeros(5), "backend": backend}
+    with pytest.raises(ValueError, match=r"'constant'.*differentiable"):
+        bk.linear_policy_loss(p.hidden, p.weight, p.targets, torch.ones(5), **options)
+    with torch.no_grad():
+        assert bk.linear_policy_loss(p.hidden, p.weight, p.targets, torch.ones(5), **options).loss == 1
+
+
+@pytest.mark.parametrize(
+    "rule", [lambda x: x.ratio, lambda x, other: x.ratio, lambda: 0], ids=["none", "other", "no x"]
+)
+def test_a_rule_that_does_not_take_the_parameters_is_refused(rule):
+    with pytest.raises(ValueError, match=r"rule.*scale"):
+        bk.losses.register("mine", rule, scale=0.5)
 
 
 def test_needs():

@@ -166,3 +166,117 @@ def test_a_wrong_budget_in_the_environment_is_reported(monkeypatch, capsys):
     assert "must be a number of bytes" in bk.env_report()["memory budget"]
     monkeypatch.setenv("BAPO_KERNELS_MEMORY_BUDGET", "")
     assert bk.env_report()["memory budget"] == "256 MiB"
+
+
+INF = float("inf")
+UNLIKELY = [
+    *((name, -1.0) for name in ("dppo-tv", "dppo-kl", "bpo")),  # masked: A < 0 and p < q
+    *(
+        (name, 0.0)
+        for name in (
+            "reinforce",
+            "cispo",
+            "bpo",
+            "dppo-tv",
+            "dppo-kl",
+            "topr",
+            "vespo",
+            "gmpo",
+            "score-centering",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "advantage"), UNLIKELY)
+def test_an_excluded_token_without_a_coefficient_costs_nothing(name, advantage):
+    """log p = -inf before a coefficient of 0."""
+    records = {}
+    if name == "score-centering":
+        ids = torch.tensor([[0], [0]])
+        records = {
+            "topk_logprobs": torch.tensor([[-INF], [-1.0]]),
+            "rollout_topk_ids": ids,
+            "rollout_topk_logprobs": -torch.ones(2, 1),
+        }
+    lp = torch.tensor([-INF, -1.0], requires_grad=True)
+    advantages = torch.tensor([advantage, 1.0])
+    out = bk.policy_loss(
+        lp, advantages, loss=name, rollout_logprobs=-torch.ones(2), old_logprobs=-torch.ones(2),
+        return_tokens=True, **records,
+    )  # fmt: skip
+    assert out.loss.isfinite()
+    assert out.tokens.coef[0] == 0
+
+
+@pytest.mark.parametrize("divergence", ["topk-tv", "topk-kl"])
+@pytest.mark.parametrize("side", ["topk_logprobs", "rollout_topk_logprobs"])
+def test_nan_of_a_record_shows(divergence, side):
+    lp = torch.tensor([-0.1], requires_grad=True)
+    records = {"topk_logprobs": torch.tensor([[-0.1, -3.0]]), "rollout_topk_logprobs": torch.tensor([[-2.0, -1.0]])}
+    records[side][0, 0] = NAN
+    out = bk.policy_loss(
+        lp,
+        torch.ones(1),
+        loss=bk.DPPO(divergence),
+        rollout_logprobs=torch.tensor([-2.0]),
+        rollout_topk_ids=torch.tensor([[0, 1]]),
+        **records,
+    )
+    out.loss.backward()
+    assert out.loss.isnan()
+    assert lp.grad.isnan()
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "vespo", "topr"])
+def test_sequences_of_tensors_made_in_inference_mode(loss):
+    with torch.inference_mode():
+        edges = torch.tensor([0, 2, 6])
+        out = bk.policy_loss(-torch.rand(6), torch.ones(6), loss=loss, cu_seqlens=edges, return_tokens=True)
+    assert out.tokens.coef.isfinite().all()
+
+
+def test_a_normalizer_of_zero_is_never_a_plausible_number():
+    leaf = LP.clone().requires_grad_()
+    for zero in (0, torch.tensor(0.0)):
+        assert not bk.policy_loss(leaf, A, loss="ppo", normalizer=zero).loss.isfinite()
+        out = bk.policy_loss(leaf, A, loss="ppo", normalizer=zero, mask=torch.zeros(6))
+        out.loss.backward()
+        assert out.loss == 0
+        assert (leaf.grad == 0).all()
+
+
+def test_an_infinite_entropy_hides_no_gradient():
+    leaf = LP[:3].clone().requires_grad_()
+    entropy = torch.tensor([INF, 1.0, 2.0]).double()
+    bk.policy_loss(leaf, torch.ones(3), loss="reinforce", entropy=entropy, top_entropy=0.34).loss.backward()
+    torch.testing.assert_close(leaf.grad, torch.tensor([-1.0, 0.0, -1.0]).double() / 3)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: bk.CISPO(ratio_high=1e300),
+        lambda: bk.SAPO(tau_pos=1e-40),
+        lambda: bk.DRO(beta=1e300),
+        lambda: bk.TruncatedIS(cap=1e39),
+        lambda: bk.GRPO(dual_clip=1e40),
+        lambda: bk.VESPO(lambda_pos=1e39),
+        lambda: bk.TargetEntropy(coef=1.0),
+    ],
+)
+def test_parameters_that_fp32_cannot_hold_are_refused(build):
+    with pytest.raises(ValueError, match=r"\(\w+=\.\.\.\) must be"):
+        build()
+
+
+@pytest.mark.parametrize("options", [{"engine": "frozen"}, {"backend": "x"}, {"loss": "x"}, {"aggregation": "x"}])
+def test_modules_refuse_bad_options_when_made(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        bk.LinearPolicyLoss(**options)
+
+
+def test_recorded_log_probs_are_floating_point():
+    for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs"):
+        with pytest.raises(ValueError, match=name):
+            bk.policy_loss(LP, A, loss="bapo", kl_coef=0.1, **{"ref_logprobs": LP, name: torch.ones(6).long()})

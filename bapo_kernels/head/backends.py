@@ -24,10 +24,14 @@ def unavailable(name: str, device: torch.device) -> str | None:
     return None
 
 
-def choose(name: str, device: torch.device) -> Backend | None:
-    """The backend object; None stands for the reference."""
+def check_name(name: str) -> None:
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
+
+
+def choose(name: str, device: torch.device) -> Backend | None:
+    """The backend object; None stands for the reference."""
+    check_name(name)
     if name == "auto":
         name = _automatic(device.type)
     elif reason := unavailable(name, device):

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
+from inspect import signature
 
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def available() -> list[str]:
 
 def get(name: str, **overrides) -> Loss:
     """The loss of that name with its published defaults, or with some of them replaced: `get("dapo", clip_high=0.3)`."""
-    if name not in _LOSSES:
+    if not isinstance(name, str) or name not in _LOSSES:
         raise ValueError(f"loss must be one of {', '.join(available())}, got {name!r}")
     known = _LOSSES[name]
     if isinstance(known, RegisteredLoss):
@@ -81,11 +82,15 @@ def register(
         raise ValueError(f"name must be new, and there is a loss {name!r}")
     if not callable(rule):
         raise ValueError(f"rule must be a function, got {type(rule).__name__}")
-    needs = (needs,) if isinstance(needs, str) else tuple(needs)
+    needs = (needs,) if isinstance(needs, str) else tuple(needs or ())
     if unknown := [n for n in needs if n not in INPUTS]:
         raise ValueError(f"needs may hold {' and '.join(INPUTS)}, got {unknown[0]!r}")
     if aggregation not in agg.NAMES:
         raise ValueError(f"aggregation must be one of {', '.join(agg.NAMES)}, got {aggregation!r}")
+    try:
+        signature(rule).bind(None, **defaults)
+    except TypeError as error:
+        raise ValueError(f"rule must take x and the parameters {', '.join(defaults) or 'none'}: {error}") from None
     _LOSSES[name] = RegisteredLoss(name, rule, tuple(defaults.items()), aggregation, needs)
 
 

@@ -100,7 +100,7 @@ class BAPO(Loss):
         return tuple(id(v[0]) if isinstance(v, tuple) and isinstance(v[0], Tensor) else v for v in values)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BAPO) and self._key() == other._key()
+        return type(other) is type(self) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())

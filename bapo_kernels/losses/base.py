@@ -78,6 +78,11 @@ class Tokens:
         """`t` where the token counts, else 0."""
         return torch.where(self.mask, t, 0.0)
 
+    def score(self, coefficient: Tensor) -> Tensor:
+        """coefficient * logprobs; 0 where the coefficient is, also before a log-prob of -inf."""
+        nothing = (coefficient == 0) & self.logprobs.isinf()
+        return torch.where(nothing, 0.0, coefficient * self.logprobs)
+
     def choose(self, condition: Tensor, yes: float, no: float) -> Tensor:
         """One of two numbers for each token, in the dtype of the log-probs (`torch.where` of two numbers would round them to fp32)."""
         return torch.where(condition, yes, self.logprobs.new_full((), no))

@@ -6,7 +6,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bapo_kernels.checks import fits_fp32
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens, bounded_exp
 
 WEIGHTS = ("none", "tis", "mis")
@@ -40,7 +39,7 @@ class ScoreCentering(Loss):
     def __post_init__(self):
         self._require("weight", self.weight in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
         self._require_numbers("tis_cap", "tail_floor", strict=True)
-        self._require("tail_floor", self.tail_floor < 1 and fits_fp32(self.tail_floor), "a number in (0, 1)")
+        self._require("tail_floor", self.tail_floor < 1, "a number in (0, 1)")
         self._require_numbers("mis_low", "mis_high")
         self._require("mis_high", self.mis_high >= self.mis_low, f"at least mis_low={self.mis_low}")
 
@@ -54,9 +53,9 @@ class ScoreCentering(Loss):
         c = torch.where(x.topk.valid, self._head(p, q) - alpha[..., None] * p, 0.0)
         # A coefficient of 0 before a log-prob of -inf adds nothing.
         centre = torch.where(c != 0, c * x.topk.logprobs, 0.0).sum(-1)
-        term = f_y * x.logprobs - centre
-        # Where the policy excludes an id of the sampler's, the value is infinite; without an advantage it is still 0.
-        return TokenLoss(torch.where((x.advantages == 0) & term.isinf(), 0.0, -x.advantages * term))
+        # Where the policy excludes an id of the sampler's, the centre is infinite; without an advantage its part is still 0.
+        centre = torch.where((x.advantages == 0) & centre.isinf(), 0.0, x.advantages * centre)
+        return TokenLoss(x.score(-x.advantages * f_y) + centre)
 
     def _weighted(self, scale: Tensor, ratio: Tensor) -> Tensor:
         """scale * f(ratio)"""

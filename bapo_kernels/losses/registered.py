@@ -41,4 +41,8 @@ class RegisteredLoss(Loss):
             got = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             want = f"a floating-point tensor of shape {tuple(x.logprobs.shape)}"
             raise ValueError(f"the rule of loss {self.name!r} must return {want}, got {got}")
+        if x.logprobs.requires_grad and not loss.requires_grad:
+            raise ValueError(
+                f"the rule of loss {self.name!r} must be differentiable in x.logprobs: nothing would be trained"
+            )
         return TokenLoss(loss.to(x.logprobs.dtype))

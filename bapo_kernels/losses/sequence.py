@@ -18,7 +18,7 @@ from bapo_kernels.losses.clip import clipped_surrogate
 def _through_token(log_ratio: Tensor, logprobs: Tensor) -> Tensor:
     """exp of a sequence's log-ratio whose gradient reaches each token's own log-prob, as if it were that token's; 0 where clamped."""
     value = bounded_exp(log_ratio).detach()
-    clamped = log_ratio.detach().abs() > MAX_LOG_RATIO
+    clamped = (log_ratio.detach().abs() > MAX_LOG_RATIO) | logprobs.isinf()
     return value * (1.0 + torch.where(clamped, 0.0, logprobs - logprobs.detach()))
 
 
@@ -111,7 +111,7 @@ class VESPO(Loss):
         k = x.choose(positive, self.k_pos, self.k_neg)
         lam = x.choose(positive, self.lambda_pos, self.lambda_neg)
         phi = torch.exp(lam + k * log_w - lam * log_w.exp())
-        return TokenLoss(-phi * x.advantages * x.logprobs)
+        return TokenLoss(x.score(-phi * x.advantages))
 
 
 @dataclass(frozen=True)
@@ -140,4 +140,4 @@ class TOPR(Loss):
         log_rho = (x.logprobs - x.rollout_logprobs).detach()
         rho = bounded_exp(x.sequence_sum(log_rho) if self.ratio == "sequence" else log_rho)
         weight = torch.where(x.advantages < 0, rho.clamp(self.floor, self.cap), 1.0)
-        return TokenLoss(-weight * x.advantages * x.logprobs)
+        return TokenLoss(x.score(-weight * x.advantages))

@@ -6,7 +6,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bapo_kernels.checks import fits_fp32
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens, binary_kl, bounded_exp, clip_flags, kl_term
 
 
@@ -17,7 +16,7 @@ class Reinforce(Loss):
     name: ClassVar[str] = "reinforce"
 
     def rule(self, x: Tokens) -> TokenLoss:
-        return TokenLoss(-x.advantages * x.logprobs)
+        return TokenLoss(x.score(-x.advantages))
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class CISPO(Loss):
 
     def rule(self, x: Tokens) -> TokenLoss:
         weight = x.ratio.detach().clamp(self.ratio_low, self.ratio_high)
-        return TokenLoss(-weight * x.advantages * x.logprobs)
+        return TokenLoss(x.score(-weight * x.advantages))
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ class DPPO(Loss):
         lower = (x.advantages < 0) & (p < q) & (divergence > self.delta_low)
         weight = bounded_exp(logprobs - x.rollout_logprobs).clamp(max=self.ratio_cap)
         weight = torch.where(upper | lower, 0.0, weight)
-        return TokenLoss(-weight * x.advantages * x.logprobs, clip_flags(upper, lower))
+        weight = torch.where(divergence.isnan(), torch.nan, weight)  # of a record that is NaN
+        return TokenLoss(x.score(-weight * x.advantages), clip_flags(upper, lower))
 
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -138,7 +138,6 @@ class BPO(Loss):
 
     def __post_init__(self):
         self._require_numbers("smoothing", "cap", strict=True)
-        self._require("smoothing", fits_fp32(self.smoothing), "a number that fp32 can hold")
         self._require_numbers("clip_low", "clip_high")
 
     def rule(self, x: Tokens) -> TokenLoss:
@@ -148,7 +147,7 @@ class BPO(Loss):
         upper = (x.advantages > 0) & (omega > 1.0 + self.clip_high)
         lower = (x.advantages < 0) & (omega < 1.0 - self.clip_low)
         weight = torch.where(upper | lower, 0.0, omega.clamp(max=self.cap))
-        return TokenLoss(-weight * x.advantages * x.logprobs, clip_flags(upper, lower))
+        return TokenLoss(x.score(-weight * x.advantages), clip_flags(upper, lower))
 
 
 @dataclass(frozen=True)
@@ -191,5 +190,5 @@ class DRO(Loss):
         self._require_numbers("beta")
 
     def rule(self, x: Tokens) -> TokenLoss:
-        loss = -x.advantages * x.logprobs
+        loss = x.score(-x.advantages)
         return TokenLoss(loss if self.beta == 0 else loss + self.beta / 2 * x.log_ratio.square())

@@ -30,10 +30,8 @@ OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}  # no fus
 MEANS = ("ratio_mean", "ratio_max", "approx_kl", "clip_frac_low", "clip_frac_high", "entropy_clip_cov", "num_tokens")
 PARTIALS = 9
 GRID = 64  # points of a grid of BAPO at most: a block of tokens times the grid is in registers
-STEPS, PROGRAMS = (
-    (2 if INTERPRETED else 16),
-    512,
-)  # of `bapo_sums`: blocks of a program, more where there were more programs than that
+# Of `bapo_sums`: blocks of a program, more where there were more programs than that.
+STEPS, PROGRAMS = (2 if INTERPRETED else 16), 512
 
 
 def _dual(loss: Any) -> float:
@@ -46,7 +44,7 @@ SERVED: dict[Callable, Callable[[Any], tuple | None]] = {
     GRPO.rule: lambda x: ("clip", 1.0 - x.clip_low, 1.0 + x.clip_high, _dual(x)),
     DCPO.rule: lambda x: ("dcpo", 4.0 * x.eps_low, 4.0 * x.eps_high, x.ratio_cap, _dual(x)),
     CISPO.rule: lambda x: ("cispo", 0.0 if x.ratio_low is None else x.ratio_low, x.ratio_high),
-    DPPO.rule: lambda x: (f"dppo-{x.divergence}", x.delta_low, x.delta_high, x.ratio_cap),
+    DPPO.rule: lambda x: None if x.needs else (f"dppo-{x.divergence}", x.delta_low, x.delta_high, x.ratio_cap),
     BPO.rule: lambda x: ("bpo", x.smoothing, x.cap, 1.0 - x.clip_low, 1.0 + x.clip_high),
     SAPO.rule: lambda x: ("sapo", x.tau_pos, x.tau_neg),
     DRO.rule: lambda x: ("dro", x.beta / 2),

@@ -119,7 +119,7 @@ def token_losses(
         term = -a * tl.div_rn(4.0, tau) * gate.to(tl.float32)
         slope = tl.where(fixed, 0.0, -a * (4.0 * (gate * (1.0 - gate))).to(tl.float32) * r)
     elif LOSS == "dro":  # p0: beta / 2
-        term = -a * lp
+        term = tl.where((a == 0.0) & (tl.abs(lp) == float("inf")), 0.0, -a * lp)
         slope = -a
         if p0 != 0.0:
             term += p0 * (log_ratio * log_ratio)
@@ -150,7 +150,7 @@ def token_losses(
             lower = (a < 0.0) & (p < q) & (divergence > p0)
             weight = tl.where(upper | lower, 0.0, at_most(bounded_exp(lp - mu), p2))
         slope = -weight * a
-        term = slope * lp
+        term = tl.where((slope == 0.0) & (tl.abs(lp) == float("inf")), 0.0, slope * lp)
 
     tl.store(loss + o, tl.where(m, term, 0.0), inside)
     tl.store(coef + o, tl.where(m, slope, 0.0), inside)

@@ -37,19 +37,20 @@ def group_advantages(
     if group_size is not None:
         if not is_whole(group_size) or group_size < 1 or count % group_size:
             raise ValueError(f"group_size must be a whole number that divides the {count} rewards, got {group_size!r}")
-        group = torch.arange(count, device=rewards.device) // group_size
+        order = torch.arange(count, device=rewards.device)
+        place, sizes = order // group_size, order.new_full((count // group_size,), group_size)
     else:
         assert group_ids is not None
         check_tensor("group_ids", group_ids, rewards.device)
         if group_ids.shape != rewards.shape or not is_integer(group_ids):
             got = f"{group_ids.dtype} {shape_of(group_ids)}"
             raise ValueError(f"group_ids must hold integers of shape {shape_of(rewards)}, as rewards, got {got}")
-        group = group_ids
+        order = group_ids.argsort(stable=True)
+        _, place, sizes = torch.unique_consecutive(group_ids[order], return_inverse=True, return_counts=True)
+    acc = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     if count == 0:
-        return rewards.detach().to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
+        return rewards.detach().to(acc)
 
-    order = group.argsort(stable=True)
-    _, place, sizes = torch.unique_consecutive(group[order], return_inverse=True, return_counts=True)
     r = rewards.detach().double()[order]
 
     def over_group(t: Tensor, reduce: str) -> Tensor:
@@ -62,10 +63,11 @@ def group_advantages(
         deviation = deviation / (variance.sqrt() + 1e-6)
     elif mode == "rloo":
         deviation = deviation * n / (n - 1).clamp(min=1)
-    same = over_group(r, "max") == over_group(r, "min")
+    highest = over_group(r, "max")
+    same = (highest == over_group(r, "min")) & highest.isfinite()
     advantages = torch.empty_like(r)
     advantages[order] = torch.where(same, 0.0, deviation)
-    return advantages.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
+    return advantages.to(acc)
 
 
 @dataclass

@@ -66,6 +66,11 @@ def check_mask(mask: object, shape: tuple, like: str, device: torch.device) -> N
             raise ValueError(f"mask must hold 0 or 1 only, got {odd[0].item()}; weights belong into the advantages")
 
 
+def check_ignore_index(value: object) -> None:
+    if not is_whole(value):
+        raise ValueError(f"ignore_index must be an integer, got {value!r}")
+
+
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")

@@ -64,9 +64,8 @@ def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
         i_high, i_low = (on_first, on_second) if loss.order == "high-first" else (on_second, on_first)
 
         contribution = _contribution(loss.contribution, s_plus[i_high], s_minus[i_low])
-        missed = (
-            (contribution < loss.target).to(torch.int64).cumprod(0).sum()
-        )  # points before the first that reaches the target
+        # Points before the first that reaches the target.
+        missed = (contribution < loss.target).to(torch.int64).cumprod(0).sum()
         at = missed.clamp(max=step.numel() - 1)
         at = torch.where((s_plus[0] == 0) | (s_minus[0] == 0), 0, at).reshape(1)
         # Indices of one element, not of none: indexing by a 0-d tensor would read it on the host.

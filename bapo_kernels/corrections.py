@@ -1,8 +1,8 @@
 """Corrections for the mismatch of training and inference engines: detached weights on the policy term, from old against rollout log-probs.
 
-All look at the ratio rho = exp(old_logprobs - rollout_logprobs) of the trainer's recomputed log-probs to the sampler's. They weigh the
-policy term only, not the KL or the entropy bonus, and do not change denominators. Yao et al. 2025 (truncated IS for mismatched
-engines); IcePop: Ring-1T, and INTELLECT-3 (arXiv 2512.16144); KPop: arXiv 2606.15079.
+They look at the trainer's recomputed log-probs and the sampler's; rho = exp(old_logprobs - rollout_logprobs). They
+weigh the policy term only, not the KL or the entropy bonus, and do not change denominators. Yao et al. 2025
+(truncated IS for mismatched engines); IcePop: Ring-1T, and INTELLECT-3 (arXiv 2512.16144); KPop: arXiv 2606.15079.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,8 @@ class MaskedIS(Correction):
 
     def weight(self, x: Tokens) -> Tensor:
         ratio = _ratio(x, self.level)
-        return torch.where(_inside(ratio, self.low, self.high), ratio / ratio, 0.0)
+        one = torch.where(ratio.isnan(), torch.nan, torch.ones_like(ratio))
+        return torch.where(_inside(ratio, self.low, self.high), one, 0.0)
 
 
 @dataclass(frozen=True)

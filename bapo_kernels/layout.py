@@ -35,9 +35,8 @@ class Layout:
                 raise ValueError(
                     f"cu_seqlens must rise from 0 to {shape[0]}, the tokens of {name} {tuple(shape)}, got [{shown}]"
                 )
-        with torch.inference_mode(
-            False
-        ):  # an ordinary tensor, which autograd may keep, whatever mode made the caller's
+        # An ordinary tensor, which autograd may keep, whatever mode made the caller's.
+        with torch.inference_mode(False):
             edges_on_device = cu_seqlens.to(device=device, dtype=torch.int64, copy=True)
         return cls(shape, edges_on_device, cu_seqlens.numel() - 1)
 

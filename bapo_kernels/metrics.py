@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bapo_kernels.losses.base import MAX_LOG_RATIO, TokenLoss, Tokens
+from bapo_kernels.losses.base import TokenLoss, Tokens, bounded_log_ratio
 from bapo_kernels.losses.triton import FusedTerm
 
 
@@ -34,11 +34,11 @@ def _means(x: Tokens, clipped: Tensor | None) -> dict[str, Tensor]:
     ratio_max = torch.where(x.mask, ratio, -torch.inf).amax() if ratio.numel() else ratio.new_zeros(())
     retained = torch.where(clipped == 0, advantage, 0.0)
     centred = (x.logprobs - x.mean(x.logprobs)) * (retained - x.mean(retained))
-    log_ratio = x.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # as in the ratio
+    log_ratio = bounded_log_ratio(x.log_ratio)
     return {
         "ratio_mean": x.mean(ratio),
         "ratio_max": torch.where(x.mask.any(), ratio_max, 0.0),
-        "approx_kl": x.mean(ratio - 1.0 - log_ratio),
+        "approx_kl": x.mean(torch.expm1(log_ratio) - log_ratio),
         "clip_frac_low": x.mean(((clipped < 0) & (advantage != 0)).to(ratio.dtype)),
         "clip_frac_high": x.mean(((clipped > 0) & (advantage != 0)).to(ratio.dtype)),
         "entropy_clip_cov": x.mean(centred),

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from bapo_kernels import aggregation as agg
 from bapo_kernels import losses, regularizers
-from bapo_kernels.checks import check_flag, check_floating, check_group, check_mask, check_shape, check_tensor
+from bapo_kernels.checks import (
+    check_flag,
+    check_floating,
+    check_group,
+    check_ignore_index,
+    check_mask,
+    check_shape,
+    check_tensor,
+)
 from bapo_kernels.controller import BapoBounds, find_bounds
 from bapo_kernels.corrections import Correction
 from bapo_kernels.head.api import linear_logprobs
@@ -64,7 +72,7 @@ class PolicyOptions:
     return_tokens: bool = False
 
     def __post_init__(self):
-        agg.check(self.own_aggregation, self.normalizer, self.max_length)
+        agg.check(self.chosen_aggregation, self.normalizer, self.max_length)
         regularizers.check(self.kl_coef, self.kl_estimator, self.entropy_coef, self.top_entropy)
         check_group("dp_group", self.dp_group)
         check_flag("return_tokens", self.return_tokens)
@@ -73,7 +81,7 @@ class PolicyOptions:
             raise ValueError(f"correction must be None or one of {allowed}, got {self.correction!r}")
 
     @property
-    def own_aggregation(self) -> str:
+    def chosen_aggregation(self) -> str:
         return self.loss.aggregation if self.aggregation is None else self.aggregation
 
     @property
@@ -189,7 +197,8 @@ def policy_loss(
         mask: tokens that count (bool or 0-1). What a masked token holds, in any input, changes nothing.
         old_logprobs: proximal policy, the denominator of the ratio; None: the current one (on-policy, ratio 1). Where a trainer does
             not recompute them, pass the sampler's here too: `rollout_logprobs` alone does not enter the ratio.
-        rollout_logprobs: behaviour policy, as recorded by the sampler (BAPO's token weights); None: old_logprobs.
+        rollout_logprobs: behaviour policy, as recorded by the sampler, for BAPO's weights, BPO, DPPO, TOPR, score centering and
+            corrections; None: old_logprobs.
         aggregation: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm" (with `max_length`) or
             "token-sum"; None: the loss's own.
         normalizer: replaces the count of tokens (token-mean) or sequences. With the global count, micro-batches and ranks add up.
@@ -312,6 +321,7 @@ def linear_policy_loss(
     check_tensor("hidden", hidden, None)
     layout = Layout.of("hidden", hidden.shape[:-1], cu_seqlens, hidden.device)
     check_shape("targets", targets, tuple(layout.shape), f"hidden {tuple(hidden.shape)}", hidden.device)
+    check_ignore_index(ignore_index)
     active = targets != ignore_index
     if mask is not None:
         check_mask(mask, tuple(layout.shape), f"hidden {tuple(hidden.shape)}", hidden.device)
@@ -451,7 +461,7 @@ def _evaluate(
             assert h is not None
             per_token = per_token - options.entropy_coef * h
         weights = agg.token_weights(
-            options.own_aggregation, active, layout, options.normalizer, options.max_length, acc
+            options.chosen_aggregation, active, layout, options.normalizer, options.max_length, acc
         )
         total = x.active(weights * per_token).sum()
         reported = metrics(x, term, x.active(weights * policy).sum(), kl, h)

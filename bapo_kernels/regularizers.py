@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import is_number
-from bapo_kernels.losses.base import Tokens, bounded_exp
+from bapo_kernels.losses.base import Tokens, bounded_log_ratio
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 
@@ -24,8 +24,10 @@ def kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     half_square = x.square() / 2
     if estimator == "k2":
         return half_square
-    k3 = bounded_exp(x) - x - 1.0
-    return k3 if estimator == "k3" else k3.detach() + (half_square - half_square.detach())
+    k3 = torch.expm1(bounded_log_ratio(x)) - x  # near 0, e^x - 1 by itself would be rounding
+    if estimator == "k3":
+        return k3
+    return k3.detach() + torch.where(half_square.isinf(), 0.0, half_square - half_square.detach())
 
 
 def keep_highest_entropy(x: Tokens, policy: Tensor, entropy: Tensor, fraction: float) -> Tensor:
@@ -42,7 +44,7 @@ def keep_highest_entropy(x: Tokens, policy: Tensor, entropy: Tensor, fraction: f
     keep = torch.ceil(count.double() * fraction - 1e-9).long().clamp(min=1)
     threshold = values.sort(descending=True).values.gather(0, (keep - 1)[None])[0]
     kept = torch.where(x.mask & ((entropy >= threshold) | policy.isnan() | entropy.isnan()), policy, 0.0)
-    return kept * torch.where(entropy.isnan(), torch.nan, torch.ones_like(entropy))
+    return kept * torch.where(entropy.isnan(), torch.nan, 1.0)  # a product, so that the gradient is NaN as well
 
 
 def _gather(values: Tensor, group) -> Tensor:

@@ -18,10 +18,11 @@ def check_topk(ids: Tensor, rollout_logprobs: Tensor, active: Tensor, layout: La
         "rollout_topk_logprobs", rollout_logprobs, tuple(ids.shape), f"rollout_topk_ids {shape_of(ids)}", device
     )
     check_floating("rollout_topk_logprobs", rollout_logprobs)
-    if values_are_checked(device) and bool(((ids < -1) & active[..., None]).any()):
-        raise ValueError("rollout_topk_ids must hold vocabulary ids, or -1 for padding, got a smaller number")
-    if values_are_checked(device) and bool((_repeated(ids) & (ids != -1) & active[..., None]).any()):
-        raise ValueError("rollout_topk_ids must hold each id once per token (-1 is padding), got one twice")
+    if values_are_checked(device):
+        if bool(((ids < -1) & active[..., None]).any()):
+            raise ValueError("rollout_topk_ids must hold vocabulary ids, or -1 for padding, got a smaller number")
+        if bool((_repeated(ids) & (ids != -1) & active[..., None]).any()):
+            raise ValueError("rollout_topk_ids must hold each id once per token (-1 is padding), got one twice")
 
 
 def make_topk(logprobs: Tensor, ids: Tensor, rollout_logprobs: Tensor, active: Tensor) -> Topk:

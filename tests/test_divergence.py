@@ -191,3 +191,16 @@ def test_mistakes_name_the_argument(change, name):
 def test_bad_options_are_refused(option, value):
     with pytest.raises(ValueError, match=option):
         Pair().run(**{"backend": "torch", option: value})
+
+
+@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_do_not_depend_on_their_number(backend, dtype):
+    pair = Pair(n=37, d=65, v=1000, dtype=dtype)
+    whole = pair.run(backend)
+    for rows in (slice(0, 1), slice(3, 4), slice(5, 22)):
+        part = bk.linear_kl(
+            pair.hidden[rows], pair.weight, pair.rollout_hidden[rows], pair.rollout_weight,
+            bias=pair.bias, rollout_bias=pair.rollout_bias, backend=backend,
+        )  # fmt: skip
+        assert_bits(part, whole[rows])

@@ -280,3 +280,30 @@ def test_recorded_log_probs_are_floating_point():
     for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs"):
         with pytest.raises(ValueError, match=name):
             bk.policy_loss(LP, A, loss="bapo", kl_coef=0.1, **{"ref_logprobs": LP, name: torch.ones(6).long()})
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5])
+def test_small_divergences_are_not_rounding(size):
+    """e^x - 1 - x of a policy that has hardly moved, in fp32."""
+    reference = -torch.rand(64, generator=torch.Generator().manual_seed(0)) * 1e-2
+    lp = reference + size * normal(64).float()
+    x = reference.double() - lp.double()
+    out = bk.policy_loss(lp, torch.ones(64), loss="ppo", old_logprobs=reference, ref_logprobs=reference, kl_coef=0.1)
+    for name, want in (("kl", torch.expm1(x) - x), ("approx_kl", torch.expm1(-x) + x)):
+        assert out.metrics[name].item() == pytest.approx(want.mean().item(), rel=1e-3), name
+
+
+def test_fixed_bounds_keep_the_other_fields():
+    loss = bk.BAPO.fixed(0.7, 1.5, weighting="none", measure="gradient", dual_clip=3.0)
+    assert (loss.weighting, loss.measure, loss.dual_clip) == ("none", "gradient", 3.0)
+
+
+def test_a_broken_reward_shows():
+    assert bk.group_advantages(torch.tensor([INF, INF]), group_size=2).isnan().all()
+
+
+@pytest.mark.parametrize("value", [None, "x", 1.5])
+def test_ignore_index_is_an_integer(value):
+    problem = Problem.random()
+    with pytest.raises(ValueError, match="ignore_index"):
+        bk.linear_policy_loss(problem.hidden, problem.weight, problem.targets, normal(5), ignore_index=value)

@@ -141,7 +141,7 @@ def row_blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(edges)]
 
 
-def _pad(t: Tensor) -> Tensor:
+def pad(t: Tensor) -> Tensor:
     """Up to a multiple of ROW_UNIT rows, by repeating the last: whatever is computed of it is as finite as there."""
     missing = -t.shape[0] % ROW_UNIT
     return t if missing == 0 else torch.cat([t, t[-1:].expand(missing, *t.shape[1:])])
@@ -155,7 +155,7 @@ def forward(
     acc = accumulation_dtype(rows.hidden, weight, bias)
     if not backend.native_dtypes:
         rows = replace(rows, hidden=rows.hidden.to(acc))
-    rows = rows.map(_pad)
+    rows = rows.map(pad)
     total = rows.hidden.shape[0]
     state = State(
         max=torch.full((total,), -torch.inf, dtype=acc, device=device),
@@ -200,7 +200,7 @@ def backward(
     n, hidden_size = rows.hidden.shape
     device, acc = rows.hidden.device, accumulation_dtype(rows.hidden, weight, bias)
     # The same rows as in the forward make the same logits, so they are padded alike; a padded row has no gradient.
-    rows, stats, coef = rows.map(_pad), stats.map(_pad), coef.map(_pad)
+    rows, stats, coef = rows.map(pad), stats.map(pad), coef.map(pad)
     total = rows.hidden.shape[0]
     coef.rows(slice(n, total)).map(Tensor.zero_)
     hidden_acc = rows.hidden.to(acc) if need_weight or not backend.native_dtypes else rows.hidden

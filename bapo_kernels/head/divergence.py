@@ -41,9 +41,10 @@ def linear_kl(
 ) -> Tensor:
     """KL(mu || pi) of each token over the full vocabulary, (...), in nats; never the logits of either head.
 
-    pi is the head on `hidden`, mu the one on `rollout_hidden`; the sampler's head may have another width. Options of the logits are
-    those of `linear_logprobs`, on both sides. Differentiable in `hidden`, `weight` and `bias`; the rollout side is a constant. A masked
-    token has 0 and no gradient. Used by the exact objective of BPO (`exact_bpo_loss`).
+    pi is the head on `hidden`, mu the one on `rollout_hidden`; the sampler's head may have another width. Options of
+    the logits are those of `linear_logprobs`, on both sides. Differentiable in `hidden`, `weight` and `bias`; the
+    rollout side is a constant. A masked token has 0 and no gradient. Every backend but "reference" runs the same
+    loops in PyTorch operations. Used by the exact objective of BPO (`exact_bpo_loss`).
 
     Raises:
         ValueError: naming the argument, what came and what is allowed.
@@ -59,6 +60,7 @@ def linear_kl(
     if rollout_weight.shape[0] != weight.shape[0]:
         want = f"({weight.shape[0]}, D) to go with weight {shape_of(weight)}"
         raise ValueError(f"rollout_weight must have shape {want}, got {shape_of(rollout_weight)}")
+    on_reference = choose(backend, device) is None
     rows = layout.numel()
     wanted = torch.ones(rows, dtype=torch.bool, device=device)
     if mask is not None:
@@ -72,7 +74,7 @@ def linear_kl(
     flat = hidden.reshape(rows, hidden.shape[-1])
     flat_rollout = rollout_hidden.detach().reshape(rows, rollout_hidden.shape[-1])
     call = Call(sampler, selection, inv_temperature, spec, acc, resolve_budget(None))
-    if choose(backend, device) is None:
+    if on_reference:
         return _reference(call, flat, weight, bias, flat_rollout).reshape(layout)
     return _Divergence.apply(call, flat, weight, bias, flat_rollout).reshape(layout)
 
@@ -179,14 +181,17 @@ def _rows(call: Call, hidden: Tensor, rollout_hidden: Tensor) -> PairRows:
 def _statistics(call: Call, rows: PairRows, weight: Tensor, bias: Tensor | None):
     """KL (n,), and maximum and log-sum of the policy's and of the sampler's logits."""
     n, acc = rows.hidden.shape[0], call.dtype
-    maxima = torch.full((2, n), -torch.inf, dtype=acc, device=rows.hidden.device)  # policy, sampler
+    if n:
+        rows = rows.map(chunked.pad)
+    total = rows.hidden.shape[0]
+    maxima = torch.full((2, total), -torch.inf, dtype=acc, device=rows.hidden.device)  # policy, sampler
     sums = torch.zeros_like(maxima)
     cross = torch.zeros_like(maxima[0])  # sum exp(x - m) ((x - m) - (y - m'))
     edges = chunked.slice_edges(call.spec.vocab_size, weight.shape[1])
     bytes_per_row = call.sampler.tiles[0] * max(b - a for a, b in pairwise(edges)) * acc.itemsize
     with full_precision(rows.hidden.device.type):
         for part in chunked.slices(weight, bias, edges, acc, native=False):
-            for block in chunked.row_blocks(n, bytes_per_row, call.budget):
+            for block in chunked.row_blocks(total, bytes_per_row, call.budget):
                 here = rows.rows(block)
                 y = logits_(here.hidden @ part.weight.t(), part.bias, call.spec, here.inv_temperature)
                 x = call.sampler.logits(here, part.first, part.first + part.weight.shape[0])
@@ -207,7 +212,8 @@ def _statistics(call: Call, rows: PairRows, weight: Tensor, bias: Tensor | None)
                 m.copy_(new)
     log_sums = sums.log()
     kl = cross / sums[1] - log_sums[1] + log_sums[0]
-    return kl, (maxima[0], log_sums[0]), (maxima[1], log_sums[1])
+    policy, sampler = (torch.stack([maxima[i], log_sums[i]])[:, :n].unbind() for i in (0, 1))
+    return kl[:n], policy, sampler
 
 
 def _reference(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, rollout_hidden: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bapo_kernels.checks import (
     check_floating,
+    check_ignore_index,
     check_mask,
     check_shape,
     check_tensor,
@@ -64,8 +65,7 @@ def head_problem(
     if topk_ids is not None:
         check_shape("topk_ids", topk_ids, (*layout, "K"), like, device)
         _check_ids_dtype("topk_ids", topk_ids)
-    if not is_whole(ignore_index):
-        raise ValueError(f"ignore_index must be an integer, got {ignore_index!r}")
+    check_ignore_index(ignore_index)
     spec = logit_spec(weight, logit_scale, softcap, vocab_size)
 
     rows = layout.numel()

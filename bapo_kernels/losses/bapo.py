@@ -80,11 +80,11 @@ class BAPO(Loss):
             self._require(name, getattr(self, name) in allowed, f"one of {', '.join(allowed)}")
 
     @classmethod
-    def fixed(cls, c_low: float | Tensor, c_high: float | Tensor, *, dual_clip: float | None = None) -> "BAPO":
+    def fixed(cls, c_low: float | Tensor, c_high: float | Tensor, **fields) -> "BAPO":
         """The loss with given bounds: numbers, or 0-d tensors as `bapo_bounds` returns them (no host synchronisation).
 
         For trainers that call the loss for each sequence or micro-batch: find the bounds once on the whole batch, then pass this."""
-        return cls(c_low=(c_low, c_low), c_high=(c_high, c_high), dual_clip=dual_clip)
+        return cls(c_low=(c_low, c_low), c_high=(c_high, c_high), **fields)
 
     def rule(self, x: Tokens) -> TokenLoss:
         bounds = find_bounds(self, x)

@@ -21,9 +21,8 @@ def clip_flags(upper: Tensor, lower: Tensor) -> Tensor:
     return upper.to(torch.int8) - lower.to(torch.int8)
 
 
-MIN_TAIL = (
-    1e-8  # of 1 - p: in fp32 that of a sure token may round to 0, and an infinite divergence is not what it means
-)
+# Of 1 - p: in fp32 that of a sure token may round to 0, and an infinite divergence is not what it means.
+MIN_TAIL = 1e-8
 
 
 def binary_kl(log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -33,15 +32,15 @@ def binary_kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     return torch.where(a == 0, 0.0, a * (log_a - log_b)) + tail_a * torch.log(tail_a / tail_b)
 
 
-def kl_term(a: Tensor, b: Tensor) -> Tensor:
-    """a log(a / b), 0 where a is."""
-    return torch.where(a == 0, 0.0, a * torch.log(a / b))
+def bounded_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Clamped to +-20, with gradient 0 where clamped. NaN stays, in the gradient too."""
+    outside = log_ratio.abs() > MAX_LOG_RATIO
+    return torch.where(outside, log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), log_ratio)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp of a log-ratio clamped to +-20: finite, and with gradient 0 where clamped. NaN stays, in the gradient too."""
-    outside = log_ratio.abs() > MAX_LOG_RATIO
-    return torch.where(outside, log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), log_ratio).exp()
+    return bounded_log_ratio(log_ratio).exp()
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,8 @@ class TokenLoss:
     """What a rule returns."""
 
     loss: Tensor  # per token, before aggregation
-    clipped: Tensor | None = (
-        None  # int8: +1 stopped by the upper bound (or the dual clip), -1 by the lower; None: never
-    )
+    # int8: +1 stopped by the upper bound (or the dual clip), -1 by the lower, else 0; None: no token ever is.
+    clipped: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)  # 0-d, detached
 
 

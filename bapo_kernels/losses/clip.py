@@ -101,6 +101,7 @@ class DCPO(Loss):
 
     def rule(self, x: Tokens) -> TokenLoss:
         q = x.old_logprobs.exp().clamp(min=torch.finfo(x.old_logprobs.dtype).tiny)  # 0 / 0 is no bound
-        low = (1.0 + (1.0 - 4.0 * self.eps_low / q).clamp(min=0.0).sqrt()) / 2.0
-        high = ((1.0 + (1.0 + 4.0 * self.eps_high / q).sqrt()) / 2.0).clamp(max=self.ratio_cap)
+        wide_low, wide_high = (torch.full_like(q, 4.0 * eps) / q for eps in (self.eps_low, self.eps_high))
+        low = (1.0 + (1.0 - wide_low).clamp(min=0.0).sqrt()) / 2.0
+        high = ((1.0 + (1.0 + wide_high).sqrt()) / 2.0).clamp(max=self.ratio_cap)
         return clipped_surrogate(x, low, high, dual_clip=self.dual_clip)

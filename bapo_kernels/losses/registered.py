@@ -35,6 +35,9 @@ class RegisteredLoss(Loss):
         except TypeError as error:
             raise ValueError(f"the parameters of loss {self.name!r} must be hashable: {error}") from None
 
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.parameters)})"
+
     def rule(self, x: Tokens) -> TokenLoss:
         loss = self.function(x, **dict(self.parameters))
         if not isinstance(loss, Tensor) or loss.shape != x.logprobs.shape or not loss.is_floating_point():

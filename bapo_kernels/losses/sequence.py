@@ -1,7 +1,7 @@
 """Losses whose ratio belongs to a whole sequence: GSPO and LUSPO, GMPO, VESPO, TOPR.
 
 All are in token form: each token carries the weight of its sequence, so that token advantages and every aggregation work. The exponent
-of a sequence is clamped to +-20 like that of a token.
+of a sequence is clamped like that of a token.
 """
 
 import math
@@ -90,7 +90,8 @@ class VESPO(Loss):
 
         loss = -sg(phi(w)) A logprob,   phi(w) = exp(lambda - lambda w) w^k          coef = -A phi(w)
 
-    phi(1) = 1. `k_pos`, `lambda_pos` where A >= 0, `k_neg`, `lambda_neg` where A < 0. VESPO, as in TRL and Liger.
+    phi(1) = 1. log w is clamped to [log 1e-8, 20], after each of its terms to +-20. `k_pos`, `lambda_pos` where A >=
+    0, `k_neg`, `lambda_neg` where A < 0. VESPO, as in TRL and Liger.
     """
 
     k_pos: float = 2.0

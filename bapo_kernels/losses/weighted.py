@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bapo_kernels.losses.base import Loss, TokenLoss, Tokens, binary_kl, bounded_exp, clip_flags, kl_term
+from bapo_kernels.losses.base import Loss, TokenLoss, Tokens, binary_kl, bounded_exp, clip_flags
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class DPPO(Loss):
         p_rest, q_rest = ((1.0 - t.sum(-1)).clamp(min=1e-12) for t in (p_head, q_head))
         if self.divergence == "topk-tv":
             return ((p_head - q_head).abs().sum(-1) + (p_rest - q_rest).abs()) / 2.0
-        return kl_term(q_head, p_head).sum(-1) + kl_term(q_rest, p_rest)
+        terms = torch.where(q_head == 0, 0.0, q_head * torch.log(q_head / p_head))
+        return terms.sum(-1) + q_rest * torch.log(q_rest / p_rest)
 
 
 DIVERGENCES = ("tv", "kl", "topk-tv", "topk-kl")

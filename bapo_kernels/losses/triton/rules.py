@@ -166,7 +166,7 @@ def token_losses(
     tl.store(p_out, tl.sum(m.to(tl.float64)))
     tl.store(p_out + programs, tl.sum(tl.where(m, r, 0.0).to(tl.float64)))
     tl.store(p_out + 2 * programs, tl.max(tl.where(m, r, 0.0)).to(tl.float64))
-    tl.store(p_out + 3 * programs, tl.sum((r - 1.0 - bounded).to(tl.float64)))
+    tl.store(p_out + 3 * programs, tl.sum(tl.exp(bounded.to(tl.float64)) - 1.0 - bounded.to(tl.float64)))
     tl.store(p_out + 4 * programs, tl.sum(lower.to(tl.float64)))
     tl.store(p_out + 5 * programs, tl.sum(upper.to(tl.float64)))
     tl.store(p_out + 6 * programs, tl.sum(lp64))

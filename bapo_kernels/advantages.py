@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import check_tensor, is_integer, is_number, is_whole, shape_of
+from bapo_kernels.head.precision import accumulation_dtype
 
 MODES = ("grpo", "dr_grpo", "rloo")
 
@@ -47,7 +48,7 @@ def group_advantages(
             raise ValueError(f"group_ids must hold integers of shape {shape_of(rewards)}, as rewards, got {got}")
         order = group_ids.argsort(stable=True)
         _, place, sizes = torch.unique_consecutive(group_ids[order], return_inverse=True, return_counts=True)
-    acc = torch.float64 if rewards.dtype == torch.float64 else torch.float32
+    acc = accumulation_dtype(rewards)
     if count == 0:
         return rewards.detach().to(acc)
 

@@ -91,3 +91,21 @@ def check_floating(name: str, t: Tensor) -> None:
 def values_are_checked(device: torch.device) -> bool:
     """Values of tensors are validated where that is free: on CPU. On an accelerator it would stall the stream, so only when asked."""
     return device.type == "cpu" or os.environ.get("BAPO_KERNELS_CHECK", "0") not in ("", "0")
+
+
+class Validated:
+    """Frozen dataclasses whose fields are checked when they are made."""
+
+    def _require(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise ValueError(f"{type(self).__name__}({name}=...) must be {allowed}, got {getattr(self, name)!r}")
+
+    def _require_numbers(self, *names: str, low: float = 0.0, strict: bool = False, optional: bool = False) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if optional and value is None:
+                continue
+            ok = is_number(value) and (value > low if strict else value >= low)
+            self._require(
+                name, ok, f"a finite number {'>' if strict else '>='} {low:g}{' or None' if optional else ''}"
+            )

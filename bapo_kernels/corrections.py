@@ -10,22 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo_kernels.checks import is_number
+from bapo_kernels.checks import Validated
 from bapo_kernels.losses.base import Tokens, binary_kl, bounded_exp
 
 LEVELS = ("token", "sequence")
 
 
-class Correction:
+class Correction(Validated):
     """Base of the corrections."""
 
     def weight(self, x: Tokens) -> Tensor:
         """(layout) >= 0, without gradient."""
         raise NotImplementedError
-
-    def _require(self, name: str, ok: bool, allowed: str) -> None:
-        if not ok:
-            raise ValueError(f"{type(self).__name__}({name}=...) must be {allowed}, got {getattr(self, name)!r}")
 
 
 def _ratio(x: Tokens, level: str) -> Tensor:
@@ -47,7 +43,7 @@ class TruncatedIS(Correction):
     level: str = "token"
 
     def __post_init__(self):
-        self._require("cap", is_number(self.cap) and self.cap > 0, "a finite number > 0")
+        self._require_numbers("cap", strict=True)
         self._require("level", self.level in LEVELS, "'token' or 'sequence'")
 
     def weight(self, x: Tokens) -> Tensor:
@@ -94,7 +90,7 @@ class KPop(Correction):
     phi: float = 2.0
 
     def __post_init__(self):
-        self._require("phi", is_number(self.phi) and self.phi >= 0, "a finite number >= 0")
+        self._require_numbers("phi")
 
     def weight(self, x: Tokens) -> Tensor:
         trained, sampled = x.old_logprobs, x.rollout_logprobs
@@ -104,6 +100,5 @@ class KPop(Correction):
 
 
 def _check_band(correction: MaskedIS | IcePop) -> None:
-    low, high = correction.low, correction.high
-    correction._require("low", is_number(low) and low >= 0, "a finite number >= 0")
-    correction._require("high", is_number(high) and high >= low, f"a finite number, at least low={low}")
+    correction._require_numbers("low", "high")
+    correction._require("high", correction.high >= correction.low, f"at least low={correction.low}")

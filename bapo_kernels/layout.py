@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bapo_kernels.checks import check_tensor, is_integer, shape_of, values_are_checked
+from bapo_kernels.checks import check_floating, check_mask, check_tensor, is_integer, shape_of, values_are_checked
 
 
 @dataclass(frozen=True)
@@ -64,3 +64,14 @@ class Layout:
             return self.to_tokens(t.reshape(self.sequences))
         allowed = " or ".join(str(s) for s in [tuple(self.shape), *per_sequence])
         raise ValueError(f"{name} must have shape {allowed}, got {shape_of(t)}")
+
+
+def layout_and_mask(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
+    """The layout of a batch of log-probs, and which tokens count (bool), validated."""
+    check_tensor("logprobs", logprobs, None)
+    check_floating("logprobs", logprobs)
+    layout = Layout.of("logprobs", logprobs.shape, cu_seqlens, logprobs.device)
+    if mask is None:
+        return layout, torch.ones(layout.shape, dtype=torch.bool, device=logprobs.device)
+    check_mask(mask, tuple(layout.shape), "logprobs", logprobs.device)
+    return layout, mask != 0

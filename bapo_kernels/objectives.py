@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from bapo_kernels.checks import check_floating, check_mask, check_shape, check_tensor, is_number
-from bapo_kernels.layout import Layout
+from bapo_kernels.checks import check_floating, check_shape, is_number
+from bapo_kernels.head.precision import accumulation_dtype
+from bapo_kernels.layout import layout_and_mask
 
 
 def exact_bpo_loss(
@@ -33,10 +34,8 @@ def exact_bpo_loss(
     Returns:
         A 0-d tensor, fp32 (fp64 for fp64 log-probs), differentiable in `logprobs` and `kl`.
     """
-    check_tensor("logprobs", logprobs, None)
-    check_floating("logprobs", logprobs)
+    layout, active = layout_and_mask(logprobs, mask, cu_seqlens)
     device = logprobs.device
-    layout = Layout.of("logprobs", logprobs.shape, cu_seqlens, device)
     for name, t in (("rollout_logprobs", rollout_logprobs), ("kl", kl)):
         check_shape(name, t, tuple(layout.shape), "logprobs", device)
         check_floating(name, t)
@@ -49,12 +48,7 @@ def exact_bpo_loss(
         raise ValueError(f"phi must be a finite number or a tensor of one for each sequence, got {phi!r}")
     for name, t in per_sequence.items():
         check_shape(name, t, (layout.sequences,), f"the {layout.sequences} sequences of logprobs", device)
-    active = torch.ones(layout.shape, dtype=torch.bool, device=device)
-    if mask is not None:
-        check_mask(mask, tuple(layout.shape), "logprobs", device)
-        active = mask != 0
-
-    acc = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
+    acc = accumulation_dtype(logprobs)
     moved = logprobs.to(acc) - rollout_logprobs.detach().to(acc) + kl.to(acc)
     total = layout.sequence_sum(torch.where(active, moved, 0.0))
     counted = layout.sequence_sum(active.to(acc)) > 0

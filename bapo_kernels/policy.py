@@ -23,7 +23,8 @@ from bapo_kernels.checks import (
 from bapo_kernels.controller import BapoBounds, find_bounds
 from bapo_kernels.corrections import Correction
 from bapo_kernels.head.api import linear_logprobs
-from bapo_kernels.layout import Layout
+from bapo_kernels.head.precision import accumulation_dtype
+from bapo_kernels.layout import Layout, layout_and_mask
 from bapo_kernels.losses import triton as fused
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 from bapo_kernels.metrics import metrics
@@ -227,7 +228,7 @@ def policy_loss(
         dp_group=dp_group,
         return_tokens=return_tokens,
     )
-    layout, active = _layout_and_mask(logprobs, mask, cu_seqlens)
+    layout, active = layout_and_mask(logprobs, mask, cu_seqlens)
     if entropy is not None:
         check_shape("entropy", entropy, tuple(layout.shape), "logprobs", logprobs.device)
         check_floating("entropy", entropy)
@@ -386,7 +387,7 @@ def bapo_bounds(
     if not isinstance(rule, losses.BAPO):
         raise ValueError(f"loss must be 'bapo' or a BAPO object, got {rule.name!r}")
     options = PolicyOptions(loss=rule, dp_group=dp_group)
-    layout, active = _layout_and_mask(logprobs, mask, cu_seqlens)
+    layout, active = layout_and_mask(logprobs, mask, cu_seqlens)
     recorded = Recorded.of(
         layout,
         active,
@@ -395,19 +396,9 @@ def bapo_bounds(
         old_logprobs=old_logprobs,
         rollout_logprobs=rollout_logprobs,
     )
-    acc = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
+    acc = accumulation_dtype(logprobs)
     x = _tokens(_clean(logprobs.detach(), active, acc), recorded, active, layout, dp_group)
     return fused.find_bounds(rule, x) or find_bounds(rule, x)
-
-
-def _layout_and_mask(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
-    check_tensor("logprobs", logprobs, None)
-    check_floating("logprobs", logprobs)
-    layout = Layout.of("logprobs", logprobs.shape, cu_seqlens, logprobs.device)
-    if mask is None:
-        return layout, torch.ones(layout.shape, dtype=torch.bool, device=logprobs.device)
-    check_mask(mask, tuple(layout.shape), "logprobs", logprobs.device)
-    return layout, mask != 0
 
 
 def _clean(t: Tensor, active: Tensor, dtype: torch.dtype) -> Tensor:
@@ -434,7 +425,7 @@ def _evaluate(
     recorded: Recorded,
     options: PolicyOptions,
 ) -> PolicyLossOutput:
-    acc = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
+    acc = accumulation_dtype(logprobs)
     learned = (t for t in (logprobs, entropy, topk_logprobs) if t is not None)
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in learned)
     # Coefficients are wanted even in inference mode, whose tensors cannot take part in autograd: copies made here are ordinary.

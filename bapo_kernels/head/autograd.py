@@ -24,6 +24,12 @@ def run(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tupl
     return _Head.apply(call, hidden, weight, bias)
 
 
+def refuse_second_derivatives() -> None:
+    """At the start of a backward: under create_graph=True the gradient would come out as a constant, without a word."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("bapo_kernels has no second derivatives (create_graph=True); bapo_kernels.reference does")
+
+
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None):

@@ -15,7 +15,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from bapo_kernels.head.precision import full_precision
+from bapo_kernels.head.precision import accumulation_dtype, full_precision
 
 # A tile of 4096 columns stays in a CPU's shared cache at the row counts of a micro-batch, and is wide enough for full GEMM speed.
 # With very wide heads the slice of the weight, not the tile, is what takes memory: bound it too.
@@ -108,11 +108,6 @@ class Backend(Protocol):
         self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
     ) -> None:
         """Write the gradient of the products hidden . weight of `part` into `out` (n, w)."""
-
-
-def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """fp32, or fp64 if anything is fp64. Logits, statistics and sums of gradients are never held in less."""
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def slice_edges(vocab_size: int, hidden_size: int) -> list[int]:

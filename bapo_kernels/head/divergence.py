@@ -14,11 +14,12 @@ from torch import Tensor
 
 from bapo_kernels.checks import check_mask, shape_of
 from bapo_kernels.head import chunked
+from bapo_kernels.head.autograd import refuse_second_derivatives
 from bapo_kernels.head.backends import choose, resolve_budget
-from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics, accumulation_dtype
+from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
 from bapo_kernels.head.eager import FLOOR, logit_slope, logits_
 from bapo_kernels.head.inputs import check_head_tensors, inverse_temperature, logit_spec
-from bapo_kernels.head.precision import full_precision
+from bapo_kernels.head.precision import accumulation_dtype, full_precision
 from bapo_kernels.head.rows import Selection
 
 
@@ -147,8 +148,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g: Tensor):
-        if torch.is_grad_enabled():
-            raise RuntimeError("bapo_kernels has no second derivatives (create_graph=True); backend='reference' does")
+        refuse_second_derivatives()
         call: Call = ctx.call
         hidden, weight, bias, rollout_hidden, m, log_s, rollout_m, rollout_log_s = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:4]

@@ -18,7 +18,8 @@ from bapo_kernels.checks import (
     shape_of,
     values_are_checked,
 )
-from bapo_kernels.head.chunked import LogitSpec, accumulation_dtype
+from bapo_kernels.head.chunked import LogitSpec
+from bapo_kernels.head.precision import accumulation_dtype
 from bapo_kernels.head.rows import Selection
 
 

@@ -1,9 +1,10 @@
-"""GEMMs that multiply in the dtype they are given: no tf32, no bf16 behind an fp32 matmul, no autocast, whatever the process has set."""
+"""What is computed in: fp32 at least, and GEMMs that multiply in the dtype they are given, whatever the process has set."""
 
 import threading
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 # The newer of PyTorch's two ways to set this: the older one raises where a program has used both.
 _SETTINGS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
@@ -13,9 +14,16 @@ _inside = 0
 _before: list[str] = []
 
 
+def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """fp32, or fp64 if anything is fp64. Logits, statistics and sums of gradients are never held in less."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
 @contextmanager
 def full_precision(device_type: str):
-    """The settings are the process's, and backward runs on threads of its own: the first in saves them, the last out restores them."""
+    """Inside: no tf32, no bf16 behind an fp32 matmul, no autocast.
+
+    The settings are the process's, and backward runs on threads of its own: the first in saves them, the last out restores them."""
     global _inside, _before
     with _lock:
         if _inside == 0:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bapo_kernels.checks import is_number
+from bapo_kernels.checks import Validated
 from bapo_kernels.layout import Layout
 
 MAX_LOG_RATIO = 20.0
@@ -110,7 +110,7 @@ class TokenLoss:
     metrics: dict[str, Tensor] = field(default_factory=dict)  # 0-d, detached
 
 
-class Loss:
+class Loss(Validated):
     """Base of the loss objects: frozen dataclasses, validated when made. `aggregation` is the loss's published one."""
 
     name: ClassVar[str]
@@ -119,20 +119,6 @@ class Loss:
 
     def rule(self, x: Tokens) -> TokenLoss:
         raise NotImplementedError
-
-    def _require(self, name: str, ok: bool, allowed: str) -> None:
-        if not ok:
-            raise ValueError(f"{type(self).__name__}({name}=...) must be {allowed}, got {getattr(self, name)!r}")
-
-    def _require_numbers(self, *names: str, low: float = 0.0, strict: bool = False, optional: bool = False) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if optional and value is None:
-                continue
-            ok = is_number(value) and (value > low if strict else value >= low)
-            self._require(
-                name, ok, f"a finite number {'>' if strict else '>='} {low:g}{' or None' if optional else ''}"
-            )
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(self))})"  # type: ignore[arg-type]

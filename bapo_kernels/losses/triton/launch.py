@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from bapo_kernels import controller
+from bapo_kernels.head.autograd import refuse_second_derivatives
 from bapo_kernels.losses.bapo import BAPO
 from bapo_kernels.losses.base import Loss, Tokens
 from bapo_kernels.losses.clip import DCPO, GRPO
@@ -143,9 +144,6 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream: Tensor):
-        if torch.is_grad_enabled():  # create_graph=True: the coefficient would come out as a constant, without a word
-            raise RuntimeError(
-                "bapo_kernels has no second derivatives (create_graph=True); bapo_kernels.reference does"
-            )
+        refuse_second_derivatives()
         (coef,) = ctx.saved_tensors
         return upstream * coef, None, None

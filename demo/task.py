@@ -12,7 +12,7 @@ from torch import Tensor
 WORDS = ["<pad>", "<eos>", "=", ":", "+", "-", *map(str, range(1, 28))]  # every number is one token
 TOKEN = {word: i for i, word in enumerate(WORDS)}
 PAD, EOS = TOKEN["<pad>"], TOKEN["<eos>"]
-PROMPT_LENGTH, ANSWER_LENGTH = 6, 6
+ANSWER_LENGTH = 6
 
 _dataset = reasoning_gym.create_dataset(
     "countdown",

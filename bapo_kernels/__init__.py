@@ -5,6 +5,7 @@ from bapo_kernels.advantages import TargetEntropy, group_advantages
 from bapo_kernels.controller import BapoBounds
 from bapo_kernels.corrections import IcePop, KPop, MaskedIS, TruncatedIS
 from bapo_kernels.environment import env_report
+from bapo_kernels.evaluation import PolicyLossOutput, TokenDetail
 from bapo_kernels.head.api import TokenStatistics, linear_logprobs
 from bapo_kernels.head.divergence import linear_kl
 from bapo_kernels.losses import (
@@ -31,7 +32,7 @@ from bapo_kernels.losses import (
 )  # fmt: skip
 from bapo_kernels.modules import LinearLogprobs, LinearPolicyLoss
 from bapo_kernels.objectives import exact_bpo_loss
-from bapo_kernels.policy import PolicyLossOutput, TokenDetail, bapo_bounds, linear_policy_loss, policy_loss
+from bapo_kernels.policy import bapo_bounds, linear_policy_loss, policy_loss
 
 __all__ = [
     "BAPO",

@@ -1,20 +1,11 @@
-"""The policy loss: per-token statistics -> rule -> aggregation -> total, with its coefficients and metrics.
-
-Everything here is vectors of N numbers under plain autograd; whatever is V-sized happened before, in the head.
-"""
-
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+"""The public functions of the policy loss: from log-probs, or straight from hidden states."""
 
 import torch
 from torch import Tensor
 
-from bapo_kernels import aggregation as agg
-from bapo_kernels import losses, regularizers
+from bapo_kernels import losses
 from bapo_kernels.checks import (
-    check_flag,
     check_floating,
-    check_group,
     check_ignore_index,
     check_mask,
     check_shape,
@@ -22,136 +13,20 @@ from bapo_kernels.checks import (
 )
 from bapo_kernels.controller import BapoBounds, find_bounds
 from bapo_kernels.corrections import Correction
+from bapo_kernels.evaluation import Batch, PolicyLossOutput, evaluate
 from bapo_kernels.head.api import linear_logprobs
 from bapo_kernels.head.precision import accumulation_dtype
 from bapo_kernels.layout import Layout, layout_and_mask
 from bapo_kernels.losses import triton as fused
-from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
-from bapo_kernels.metrics import metrics
-from bapo_kernels.topk import check_topk, make_topk
+from bapo_kernels.losses.base import Loss
+from bapo_kernels.options import PolicyOptions, Recorded
 
 ENGINES = ("auto", "recompute")
-WHAT_TO_RECORD = {
-    "old_logprobs": "the log-probs of the targets under the policy before this update",
-    "rollout_logprobs": "their log-probs when the sampler drew them (vLLM: SamplingParams(logprobs=0), SGLang: return_logprob=True)",
-    "rollout_topk_ids": "the sampler's most likely ids at each token (vLLM: SamplingParams(logprobs=K), SGLang: top_logprobs_num=K)",
-    "rollout_topk_logprobs": "their log-probs as sampled from (vLLM: logprobs_mode='processed_logprobs'; SGLang: top_logprobs_num=K)",
-}
-
-
-class TokenDetail(NamedTuple):
-    """Per token, in the batch's layout, detached; 0 where masked."""
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    ratio: Tensor  # exp(logprobs - old_logprobs)
-    loss: Tensor  # policy term before aggregation
-    coef: Tensor  # d loss / d logprobs
-    clipped: Tensor  # int8: +1 stopped by the upper bound, -1 by the lower, else 0
-
-
-class PolicyLossOutput(NamedTuple):
-    loss: Tensor  # 0-d, differentiable
-    metrics: dict[str, Tensor]
-    tokens: TokenDetail | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
-    """The options that both public functions share, validated."""
-
-    loss: Loss
-    correction: Correction | None = None
-    aggregation: str | None = None
-    normalizer: float | Tensor | None = None
-    max_length: int | None = None
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
-    top_entropy: float | None = None
-    dp_group: object = None
-    return_tokens: bool = False
-
-    def __post_init__(self):
-        agg.check(self.chosen_aggregation, self.normalizer, self.max_length)
-        regularizers.check(self.kl_coef, self.kl_estimator, self.entropy_coef, self.top_entropy)
-        check_group("dp_group", self.dp_group)
-        check_flag("return_tokens", self.return_tokens)
-        if not isinstance(self.correction, Correction | None):
-            allowed = ", ".join(c.__name__ for c in Correction.__subclasses__())
-            raise ValueError(f"correction must be None or one of {allowed}, got {self.correction!r}")
-
-    @property
-    def chosen_aggregation(self) -> str:
-        return self.loss.aggregation if self.aggregation is None else self.aggregation
-
-    @property
-    def needs_topk(self) -> bool:
-        return "rollout_topk_ids" in self.loss.needs
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.entropy_coef != 0 or self.top_entropy is not None
 
 
 def check_engine(engine: str) -> None:
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """Constants of a batch that were recorded before this step. `of` validates them, and drops what the options do not read."""
-
-    advantages: Tensor  # layout
-    old_logprobs: Tensor | None  # layout
-    rollout_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    topk_ids: Tensor | None  # layout + (K,)
-    topk_logprobs: Tensor | None  # the sampler's
-
-    @classmethod
-    def of(
-        cls,
-        layout: Layout,
-        active: Tensor,
-        options: PolicyOptions,
-        *,
-        advantages: Tensor,
-        old_logprobs: Tensor | None,
-        rollout_logprobs: Tensor | None,
-        ref_logprobs: Tensor | None = None,
-        rollout_topk_ids: Tensor | None = None,
-        rollout_topk_logprobs: Tensor | None = None,
-    ) -> "Recorded":
-        device = active.device
-        check_tensor("advantages", advantages, device)
-        if options.kl_coef == 0:
-            ref_logprobs = None
-        elif ref_logprobs is None:
-            raise ValueError(
-                f"kl_coef={options.kl_coef} needs ref_logprobs: the reference model's log-probs of the targets"
-            )
-        given = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "ref_logprobs": ref_logprobs}
-        topk = {"rollout_topk_ids": rollout_topk_ids, "rollout_topk_logprobs": rollout_topk_logprobs}
-        for name in options.loss.needs:
-            if {**given, **topk}[name] is None:
-                raise ValueError(f"loss {options.loss} needs {name}: {WHAT_TO_RECORD[name]}")
-        for name, t in given.items():
-            if t is not None:
-                check_shape(name, t, tuple(layout.shape), "the batch", device)
-                check_floating(name, t)
-        if options.needs_topk:
-            assert rollout_topk_ids is not None and rollout_topk_logprobs is not None
-            check_topk(rollout_topk_ids, rollout_topk_logprobs, active, layout)
-        else:
-            rollout_topk_ids = rollout_topk_logprobs = None
-        return cls(
-            layout.expand("advantages", advantages),
-            **given,
-            topk_ids=rollout_topk_ids,
-            topk_logprobs=rollout_topk_logprobs,
-        )
 
 
 @torch.compiler.disable
@@ -254,7 +129,8 @@ def policy_loss(
     else:
         check_shape("topk_logprobs", topk_logprobs, tuple(recorded.topk_ids.shape), "rollout_topk_ids", logprobs.device)
         check_floating("topk_logprobs", topk_logprobs)
-    return _evaluate(logprobs, entropy, topk_logprobs, active, layout, recorded, options)
+    batch = Batch.of(active, layout, recorded, options, accumulation_dtype(logprobs))
+    return evaluate(batch, logprobs, entropy, topk_logprobs)
 
 
 @torch.compiler.disable
@@ -358,9 +234,8 @@ def linear_policy_loss(
         memory_budget=memory_budget,
     )
     with fused.using(backend):
-        return _evaluate(
-            statistics.logprobs, statistics.entropy, statistics.topk_logprobs, active, layout, recorded, options
-        )
+        batch = Batch.of(active, layout, recorded, options, statistics.logprobs.dtype)
+        return evaluate(batch, statistics.logprobs, statistics.entropy, statistics.topk_logprobs)
 
 
 @torch.compiler.disable
@@ -397,80 +272,6 @@ def bapo_bounds(
         rollout_logprobs=rollout_logprobs,
     )
     acc = accumulation_dtype(logprobs)
-    x = _tokens(_clean(logprobs.detach(), active, acc), recorded, active, layout, dp_group)
+    batch = Batch.of(active, layout, recorded, options, acc)
+    x = batch.tokens(batch.clean(logprobs.detach()))
     return fused.find_bounds(rule, x) or find_bounds(rule, x)
-
-
-def _clean(t: Tensor, active: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.where(active, t.to(dtype), 0.0)
-
-
-def _tokens(logprobs: Tensor, recorded: Recorded, active: Tensor, layout: Layout, dp_group) -> Tokens:
-    """What the rule sees; `logprobs` are clean already."""
-
-    def clean(t: Tensor) -> Tensor:
-        return _clean(t.detach(), active, logprobs.dtype)
-
-    old = logprobs.detach() if recorded.old_logprobs is None else clean(recorded.old_logprobs)
-    rollout = old if recorded.rollout_logprobs is None else clean(recorded.rollout_logprobs)
-    return Tokens(logprobs, old, rollout, clean(recorded.advantages), active, layout, dp_group)
-
-
-def _evaluate(
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    topk_logprobs: Tensor | None,
-    active: Tensor,
-    layout: Layout,
-    recorded: Recorded,
-    options: PolicyOptions,
-) -> PolicyLossOutput:
-    acc = accumulation_dtype(logprobs)
-    learned = (t for t in (logprobs, entropy, topk_logprobs) if t is not None)
-    trains = torch.is_grad_enabled() and any(t.requires_grad for t in learned)
-    # Coefficients are wanted even in inference mode, whose tensors cannot take part in autograd: copies made here are ordinary.
-    with torch.inference_mode(False), torch.set_grad_enabled(trains or options.return_tokens):
-        active = active.clone() if active.is_inference() else active
-        lp, h = _clean(logprobs, active, acc), None if entropy is None else _clean(entropy, active, acc)
-        if options.return_tokens and not lp.requires_grad:
-            lp = lp.detach().requires_grad_()
-        x = _tokens(lp, recorded, active, layout, options.dp_group)
-        if topk_logprobs is not None:
-            assert recorded.topk_ids is not None and recorded.topk_logprobs is not None
-            x = replace(x, topk=make_topk(topk_logprobs.to(acc), recorded.topk_ids, recorded.topk_logprobs, active))
-
-        term = fused.evaluate(options.loss, x) or options.loss.rule(x)
-        policy = term.loss if options.correction is None else term.loss * options.correction.weight(x).detach()
-        if options.top_entropy is not None:
-            assert h is not None
-            policy = regularizers.keep_highest_entropy(x, policy, h, options.top_entropy)
-        per_token, kl = policy, None
-        if recorded.ref_logprobs is not None:
-            kl = regularizers.kl(options.kl_estimator, lp, _clean(recorded.ref_logprobs.detach(), active, acc))
-            per_token = per_token + options.kl_coef * kl
-        if options.entropy_coef != 0:
-            assert h is not None
-            per_token = per_token - options.entropy_coef * h
-        weights = agg.token_weights(
-            options.chosen_aggregation, active, layout, options.normalizer, options.max_length, acc
-        )
-        total = x.active(weights * per_token).sum()
-        reported = metrics(x, term, x.active(weights * policy).sum(), kl, h)
-        tokens = _detail(x, term, policy, h) if options.return_tokens else None
-    return PolicyLossOutput(total if trains else total.detach(), reported, tokens)
-
-
-def _detail(x: Tokens, term: TokenLoss, policy: Tensor, entropy: Tensor | None) -> TokenDetail:
-    scalar = x.active(policy).sum()
-    coef = torch.zeros_like(x.logprobs)
-    if scalar.requires_grad:
-        (coef,) = torch.autograd.grad(scalar, [x.logprobs], retain_graph=True, materialize_grads=True)
-    clipped = torch.zeros_like(coef, dtype=torch.int8) if term.clipped is None else term.clipped
-    return TokenDetail(
-        logprobs=x.logprobs.detach(),
-        entropy=None if entropy is None else entropy.detach(),
-        ratio=term.ratio if isinstance(term, fused.FusedTerm) else x.active(x.ratio).detach(),
-        loss=x.active(policy).detach(),
-        coef=x.active(coef).detach(),
-        clipped=torch.where(x.mask, clipped, 0),
-    )

@@ -20,7 +20,7 @@ struct Tile {
 
 template <class T>
 struct Fold {
-    Tile<T> tile;  // z is scratch afterwards
+    Tile<T> tile;  // z is only read
     T *max;        // (n,) m = max x
     T *sum;        // (n,) sum exp(x - m)
     T *spread;     // (n,) sum exp(x - m) (x - m), or null

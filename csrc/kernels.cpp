@@ -59,19 +59,18 @@ inline void for_picked(const Tile<T> &t, int64_t row, Use use) {
     }
 }
 
-// The row's logits and their maximum, then the exponentials: the second sweep finds the row in the first-level cache.
+// The row's logits and their maximum, then the exponentials: the second sweep finds the row in the first-level cache, and makes the
+// logits again from the products, which stay as they are for whoever keeps the tile.
 // NaN and +inf are not looked for: `larger` skips a NaN and keeps a +inf, and x - m is NaN for either, so the sum becomes NaN.
 template <class T, bool kSpread, Logits kind>
 inline void fold_row(const Fold<T> &f, int64_t row, Head<T, kind> head) {
     constexpr T infinity = T(__builtin_inff());
-    T *z = f.tile.z + row * f.tile.stride;
+    const T *z = f.tile.z + row * f.tile.stride;
 
     Vec<T> m[kAccumulators];
     for (Vec<T> &v : m) v = all<T>(-infinity);
     for_columns<T>(f.tile.w, [&](int64_t c, int k, auto access) {
-        const Vec<T> x = head(z, c, access).x;
-        if constexpr (kind != Logits::plain) access.store(z + c, x);
-        m[k] = larger(access.pad(x, -infinity), m[k]);
+        m[k] = larger(access.pad(head(z, c, access).x, -infinity), m[k]);
     });
     const T m_tile = largest<T>(m), m_old = f.max[row];
     const T m_new = m_tile > m_old ? m_tile : m_old;
@@ -79,7 +78,7 @@ inline void fold_row(const Fold<T> &f, int64_t row, Head<T, kind> head) {
 
     Vec<T> s[kAccumulators] = {}, u[kAccumulators] = {};
     for_columns<T>(f.tile.w, [&](int64_t c, int k, auto access) {
-        const Vec<T> d = clamp_for_exp<T>(access.pad(access.load(z + c), -infinity) - shift);
+        const Vec<T> d = clamp_for_exp<T>(access.pad(head(z, c, access).x, -infinity) - shift);
         const Vec<T> p = exp<T>(d);
         s[k] += p;
         if constexpr (kSpread) u[k] = fma(p, d, u[k]);
@@ -90,7 +89,7 @@ inline void fold_row(const Fold<T> &f, int64_t row, Head<T, kind> head) {
     if constexpr (kSpread) f.spread[row] = rescale * (f.spread[row] + d[0] * f.sum[row]) + total<T>(u);
     f.sum[row] = rescale * f.sum[row] + total<T>(s);
     f.max[row] = m_new;
-    for_picked(f.tile, row, [&](int64_t at, int64_t column) { f.picked[at] = z[column]; });
+    for_picked(f.tile, row, [&](int64_t at, int64_t column) { f.picked[at] = head(z, column, Part<T>{1}).x[0]; });
 }
 
 template <class T, bool kEntropy, Logits kind>

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.head import chunked
-from bapo_kernels.head.chunked import Backend, Coefficients, Rows, Statistics
+from bapo_kernels.head.chunked import Backend, Coefficients, Gradients, Rows, Statistics
 from bapo_kernels.head.inputs import Problem
 from bapo_kernels.head.rows import Selection
 
@@ -30,6 +30,27 @@ def refuse_second_derivatives() -> None:
         raise RuntimeError("bapo_kernels has no second derivatives (create_graph=True); bapo_kernels.reference does")
 
 
+def coefficients(
+    problem: Problem, stats: Statistics, g_logprobs: Tensor | None, g_entropy: Tensor | None
+) -> Coefficients:
+    """From the upstream gradients of the rows that count: of their log-probs at the ids (n, P), and of their entropy (n,)."""
+    if g_logprobs is None:
+        picked = torch.zeros_like(stats.picked)
+    else:
+        picked = g_logprobs.to(problem.dtype).masked_fill(problem.padding, 0.0)
+        # The log-prob of an id outside the vocabulary is NaN, and so is then the gradient.
+        picked = picked.masked_fill(stats.picked.isnan() & (picked != 0), torch.nan)
+    return Coefficients.of(picked, None if g_entropy is None else g_entropy.to(problem.dtype).contiguous())
+
+
+def placed(
+    sums: Gradients, rows: Selection, hidden: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of hidden (N, D), weight and bias, in their dtypes, from those of `rows` of hidden."""
+    d_hidden = None if sums.hidden is None else rows.put(sums.hidden.to(hidden.dtype))
+    return d_hidden, sums.weight, None if sums.bias is None or bias is None else sums.bias.to(bias.dtype)
+
+
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None):
@@ -49,28 +70,19 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g_logprobs: Tensor | None, g_entropy: Tensor | None):
-        if (
-            torch.is_grad_enabled()
-        ):  # create_graph=True: the gradient itself would come out as a constant, without a word
-            raise RuntimeError("bapo_kernels has no second derivatives (create_graph=True); backend='reference' does")
+        refuse_second_derivatives()
         call: Call = ctx.call
         problem, counted = call.problem, call.problem.selection
         hidden, weight, bias, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         stats = Statistics(*saved)
 
-        g_picked = torch.zeros_like(stats.picked)
         if g_logprobs is not None:
-            g_picked = counted.take(g_logprobs).to(problem.dtype).masked_fill(problem.padding, 0.0)
-            # The log-prob of an id outside the vocabulary is NaN, and so is then the gradient.
-            lost = stats.picked.isnan() & (g_picked != 0)
-            g_picked = g_picked.masked_fill(lost, torch.nan)
-        g_entropy = None if g_entropy is None else counted.take(g_entropy).to(problem.dtype)
-
-        wanted = (g_picked != 0).any(1)
+            g_logprobs = counted.take(g_logprobs)
         if g_entropy is not None:
-            wanted = wanted | (g_entropy != 0)
-        inner = Selection.of(wanted)
+            g_entropy = counted.take(g_entropy)
+        coef = coefficients(problem, stats, g_logprobs, g_entropy)
+        inner = Selection.of(coef.wanted())
         if inner.mask is not None:  # rows cannot be compacted: those without a gradient have coefficients of 0
             inner = Selection(inner.total)
         outer = counted.then(inner)
@@ -80,9 +92,6 @@ class _Head(torch.autograd.Function):
 
         inv_temperature = None if problem.inv_temperature is None else inner.take(problem.inv_temperature)
         rows = Rows(outer.take(hidden), inner.take(problem.ids), inv_temperature)
-        coef = Coefficients(g_picked.sum(1), g_entropy, g_picked).map(inner.take).map(Tensor.contiguous)
-        d_hidden, d_weight, d_bias = chunked.backward(
-            call.backend, rows, stats.map(inner.take), coef, weight, bias, problem.spec, needs, call.budget
-        )
-        d_hidden = None if d_hidden is None else outer.put(d_hidden.to(hidden.dtype))
-        return None, d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype)
+        stats, coef = stats.map(inner.take), coef.map(inner.take)
+        sums = chunked.backward(call.backend, rows, stats, coef, weight, bias, problem.spec, needs, call.budget)
+        return None, *placed(sums, outer, hidden, bias)

@@ -48,6 +48,14 @@ class _PerRow:
     def rows(self, block: slice) -> Self:
         return self.map(lambda t: t[block])
 
+    def take(self, which: Tensor) -> Self:
+        return self.map(lambda t: t[which])
+
+    def put(self, which: Tensor, values: Self) -> None:
+        for f in fields(self):
+            if (into := getattr(self, f.name)) is not None:
+                into[which] = getattr(values, f.name)
+
 
 @dataclass
 class Rows(_PerRow):
@@ -64,6 +72,18 @@ class State(_PerRow):
     sum: Tensor  # (n,) sum exp(x - m)
     spread: Tensor | None  # (n,) sum exp(x - m) (x - m); only where the entropy is wanted
     picked: Tensor  # (n, P) x at ids; NaN until its slice came by: an id outside the vocabulary never gets a number
+
+    @classmethod
+    def start(cls, ids: Tensor, entropy: bool, acc: torch.dtype) -> "State":
+        nothing = torch.zeros(ids.shape[0], dtype=acc, device=ids.device)
+        picked = torch.full(ids.shape, torch.nan, dtype=acc, device=ids.device)
+        return cls(torch.full_like(nothing, -torch.inf), nothing, nothing.clone() if entropy else None, picked)
+
+    def statistics(self) -> "Statistics":
+        """Once every slice was folded in."""
+        log_sum = self.sum.log()
+        entropy = None if self.spread is None else log_sum - self.spread / self.sum
+        return Statistics(self.max, log_sum, entropy, self.picked)
 
 
 @dataclass
@@ -88,12 +108,44 @@ class Coefficients(_PerRow):
     entropy: Tensor | None  # (n,)
     picked: Tensor  # (n, P) upstream gradients of the log-probs at ids
 
+    @classmethod
+    def of(cls, picked: Tensor, entropy: Tensor | None) -> "Coefficients":
+        return cls(picked.sum(1), entropy, picked.contiguous())
+
+    def wanted(self) -> Tensor:
+        """(n,) True where a row has a gradient."""
+        wanted = (self.picked != 0).any(1)
+        return wanted if self.entropy is None else wanted | (self.entropy != 0)
+
+
+@dataclass
+class Gradients:
+    """Sums in the accumulation dtype, where they are wanted; `weight` may have the weight's own, being written once for each slice."""
+
+    hidden: Tensor | None  # (n, D)
+    weight: Tensor | None  # (V, D)
+    bias: Tensor | None  # (V,)
+
+    def add(self, part: "Slice", dz: Tensor, hidden: Tensor, rows: slice, out: Tensor | None, beta: float) -> None:
+        """What dz (b, w) gives, the gradient of the products of `hidden` (b, D) with `part`; all in the accumulation dtype. `out` (w, D)
+        is where d_weight of the slice goes, added to beta times what it holds."""
+        if self.hidden is not None:
+            self.hidden[rows].addmm_(dz, part.weight)
+        if out is not None:
+            torch.addmm(out, dz.t(), hidden, beta=beta, out=out)
+        if self.bias is not None:
+            self.bias[part.first : part.last] += dz.sum(0)
+
 
 @dataclass(frozen=True)
 class Slice:
     weight: Tensor  # (w, D)
     bias: Tensor | None  # (w,) accumulation dtype
     first: int  # vocabulary id of its first row
+
+    @property
+    def last(self) -> int:
+        return self.first + self.weight.shape[0]
 
 
 class Backend(Protocol):
@@ -108,6 +160,13 @@ class Backend(Protocol):
         self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
     ) -> None:
         """Write the gradient of the products hidden . weight of `part` into `out` (n, w)."""
+
+
+class KeepingBackend(Backend, Protocol):
+    """One whose `fold` leaves the products hidden . weight in its tile."""
+
+    def turn(self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients) -> None:
+        """Overwrite the products `z` (n, w) with their gradient: what `dlogits` does, once they are there."""
 
 
 def slice_edges(vocab_size: int, hidden_size: int) -> list[int]:
@@ -152,12 +211,7 @@ def forward(
         rows = replace(rows, hidden=rows.hidden.to(acc))
     rows = rows.map(pad)
     total = rows.hidden.shape[0]
-    state = State(
-        max=torch.full((total,), -torch.inf, dtype=acc, device=device),
-        sum=torch.zeros(total, dtype=acc, device=device),
-        spread=torch.zeros(total, dtype=acc, device=device) if entropy else None,
-        picked=torch.full(rows.ids.shape, torch.nan, dtype=acc, device=device),
-    )
+    state = State.start(rows.ids, entropy, acc)
     edges = slice_edges(spec.vocab_size, weight.shape[1])
     columns = max(b - a for a, b in pairwise(edges))
     blocks = row_blocks(total, backend.tiles[0] * columns * acc.itemsize, budget)
@@ -171,10 +225,7 @@ def forward(
             for block in blocks:
                 view = _tile(tile, block, part) if tile is not None else None
                 backend.fold(rows.rows(block), part, spec, state.rows(block), view)
-    state = state.rows(slice(0, n))
-    log_sum = state.sum.log()
-    h = None if state.spread is None else log_sum - state.spread / state.sum
-    return Statistics(state.max, log_sum, h, state.picked)
+    return state.rows(slice(0, n)).statistics()
 
 
 def backward(
@@ -187,10 +238,12 @@ def backward(
     spec: LogitSpec,
     needs: tuple[bool, bool, bool],
     budget: int,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    add_to: Gradients | None = None,
+) -> Gradients:
     """Gradients of hidden (n, D; accumulation dtype), weight (V, D; its dtype) and bias (V,; accumulation dtype), where `needs` them.
 
-    d_weight is written once for each slice, from a sum in the accumulation dtype; d_hidden sums over slices in that dtype."""
+    d_weight is written once for each slice, from a sum in the accumulation dtype; d_hidden sums over slices in that dtype. With
+    `add_to`, those of weight and bias are added to what is there, in the accumulation dtype."""
     need_hidden, need_weight, need_bias = needs
     n, hidden_size = rows.hidden.shape
     device, acc = rows.hidden.device, accumulation_dtype(rows.hidden, weight, bias)
@@ -201,36 +254,35 @@ def backward(
     hidden_acc = rows.hidden.to(acc) if need_weight or not backend.native_dtypes else rows.hidden
     if not backend.native_dtypes:
         rows = replace(rows, hidden=hidden_acc)
+    if add_to is None:
+        d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_weight else None
+        d_bias = torch.zeros(weight.shape[0], dtype=acc, device=device) if need_bias else None
+        add_to = Gradients(None, d_weight, d_bias)
+        beta = 0.0
+    else:
+        beta = 1.0
     d_hidden = torch.zeros(total, hidden_size, dtype=acc, device=device) if need_hidden else None
-    d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_weight else None
-    d_bias = torch.zeros(weight.shape[0], dtype=acc, device=device) if need_bias else None
+    sums = replace(add_to, hidden=d_hidden)
     edges = slice_edges(spec.vocab_size, hidden_size)
     columns = max(b - a for a, b in pairwise(edges))
     blocks = row_blocks(total, backend.tiles[1] * columns * acc.itemsize, budget)
     tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
-    scratch = (
-        torch.empty(columns, hidden_size, dtype=acc, device=device) if need_weight and weight.dtype != acc else None
-    )
+    rounded = sums.weight is not None and sums.weight.dtype != acc
+    scratch = torch.empty(columns, hidden_size, dtype=acc, device=device) if rounded else None
     with full_precision(device.type):
         for part in slices(weight, bias, edges, acc, backend.native_dtypes):
-            first, last = part.first, part.first + part.weight.shape[0]
-            out, weight_acc = None, part.weight.to(acc) if need_hidden else part.weight
-            if d_weight is not None:
-                out = d_weight[first:last] if scratch is None else scratch[: last - first]
+            wide = replace(part, weight=part.weight.to(acc)) if need_hidden else part
+            target = None if sums.weight is None else sums.weight[part.first : part.last]
+            out = target if scratch is None else scratch[: part.weight.shape[0]]
             for i, block in enumerate(blocks):
                 dz = _tile(tile, block, part)
                 backend.dlogits(rows.rows(block), part, spec, stats.rows(block), coef.rows(block), dz)
-                if d_hidden is not None:
-                    d_hidden[block].addmm_(dz, weight_acc)
-                if out is not None:
-                    torch.addmm(out, dz.t(), hidden_acc[block], beta=float(i > 0), out=out)
-                if d_bias is not None:
-                    d_bias[first:last] += dz.sum(0)
-            if d_weight is not None and scratch is not None:
-                d_weight[first:last].copy_(scratch[: last - first])
-    if d_weight is not None:
-        d_weight[spec.vocab_size :].zero_()
-    return None if d_hidden is None else d_hidden[:n], d_weight, d_bias
+                sums.add(wide, dz, hidden_acc[block], block, out, beta=1.0 if i else beta)
+            if target is not None and scratch is not None:
+                target.copy_(scratch[: part.weight.shape[0]])
+    if sums.weight is not None:
+        sums.weight[spec.vocab_size :].zero_()
+    return replace(sums, hidden=None if d_hidden is None else d_hidden[:n])
 
 
 def _tile(buffer: Tensor, block: slice, part: Slice) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bapo_kernels.checks import check_mask, shape_of
 from bapo_kernels.head import chunked
-from bapo_kernels.head.autograd import refuse_second_derivatives
+from bapo_kernels.head.autograd import placed, refuse_second_derivatives
 from bapo_kernels.head.backends import choose, resolve_budget
 from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
 from bapo_kernels.head.eager import FLOOR, logit_slope, logits_
@@ -165,11 +165,8 @@ class _Divergence(torch.autograd.Function):
         none = rows.hidden.new_zeros(outer.rows, 0, dtype=call.dtype)
         stats = Statistics(inner.take(m), inner.take(log_s), None, none)
         coef = Coefficients(inner.take(g).contiguous(), None, none)
-        d_hidden, d_weight, d_bias = chunked.backward(
-            call.sampler, rows, stats, coef, weight, bias, call.spec, needs, call.budget
-        )
-        d_hidden = None if d_hidden is None else outer.put(d_hidden.to(hidden.dtype))
-        return None, d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None
+        sums = chunked.backward(call.sampler, rows, stats, coef, weight, bias, call.spec, needs, call.budget)
+        return None, *placed(sums, outer, hidden, bias), None
 
 
 def _rows(call: Call, hidden: Tensor, rollout_hidden: Tensor) -> PairRows:

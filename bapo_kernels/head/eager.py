@@ -9,7 +9,7 @@ from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, Stat
 
 
 class Epilogues(Protocol):
-    """Each is one pass over a tile z (n, w) of products hidden . weight, which it overwrites."""
+    """Each is one pass over a tile z (n, w) of products hidden . weight. `fold` leaves it as it is, `dlogits` overwrites it."""
 
     name: str
     tiles: tuple[int, int]  # tiles alive at once, forward and backward, z included
@@ -39,15 +39,18 @@ class GemmBackend:
         self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
     ) -> None:
         torch.mm(rows.hidden, part.weight.t(), out=out)
-        self.epilogues.dlogits(out, rows, part, spec, stats, coef)
+        self.turn(out, rows, part, spec, stats, coef)
+
+    def turn(self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients) -> None:
+        self.epilogues.dlogits(z, rows, part, spec, stats, coef)
 
 
 class TorchEpilogues:
     name = "torch"
-    tiles = (2, 4)
+    tiles = (3, 4)
 
     def fold(self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, state: State) -> None:
-        x = logits_(z, part.bias, spec, rows.inv_temperature)
+        x = logits_(z.clone(), part.bias, spec, rows.inv_temperature)
         column = rows.ids - part.first
         inside = (column >= 0) & (column < x.shape[1])
         picked = x.gather(1, column.clamp(0, x.shape[1] - 1))

@@ -1,7 +1,7 @@
 """What the policy losses take besides log-probs: options, and the constants recorded with a batch. Validated here."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
@@ -72,7 +72,7 @@ class Recorded:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Recorded":
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Recorded(**{name: None if t is None else function(t) for name, t in given.items()})
+        return replace(self, **{name: function(t) for name, t in given.items() if t is not None})
 
     @classmethod
     def of(

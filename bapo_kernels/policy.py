@@ -13,20 +13,15 @@ from bapo_kernels.checks import (
 )
 from bapo_kernels.controller import BapoBounds, find_bounds
 from bapo_kernels.corrections import Correction
+from bapo_kernels.engines import check_engine, choose, work_of
 from bapo_kernels.evaluation import Batch, PolicyLossOutput, evaluate
-from bapo_kernels.head.api import linear_logprobs
+from bapo_kernels.head.api import Head
 from bapo_kernels.head.precision import accumulation_dtype
 from bapo_kernels.layout import Layout, layout_and_mask
 from bapo_kernels.losses import triton as fused
 from bapo_kernels.losses.base import Loss
+from bapo_kernels.onepass import one_pass
 from bapo_kernels.options import PolicyOptions, Recorded
-
-ENGINES = ("auto", "recompute")
-
-
-def check_engine(engine: str) -> None:
-    if engine not in ENGINES:
-        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
 
 
 @torch.compiler.disable
@@ -176,7 +171,9 @@ def linear_policy_loss(
     one for each packed sequence, (S,).
 
     Args:
-        engine: "auto" or "recompute", which makes the logits again in the backward of the rows that have a gradient.
+        engine: "auto", or "recompute", "one-pass" or "frozen": whether the logits of rows with a gradient are made again in the backward,
+            kept within `memory_budget` until their coefficients are known, or, with a weight that needs no gradient, not needed there.
+            The result is the same to rounding; `plan` says which one "auto" takes and why.
 
     Returns:
         `PolicyLossOutput(loss, metrics, tokens)`; `loss` is differentiable in `hidden`, `weight` and `bias`.
@@ -216,7 +213,7 @@ def linear_policy_loss(
     )
     if isinstance(temperature, Tensor):
         temperature = layout.expand("temperature", temperature)
-    statistics = linear_logprobs(
+    head = Head.of(
         hidden,
         weight,
         targets,
@@ -228,14 +225,17 @@ def linear_policy_loss(
         softcap=softcap,
         vocab_size=vocab_size,
         topk_ids=recorded.topk_ids,
-        return_entropy=True,
         tp_group=tp_group,
         backend=backend,
         memory_budget=memory_budget,
     )
+    batch = Batch.of(active, layout, recorded, options, head.problem.dtype)
+    work = work_of(head, batch)
+    chosen = choose(engine, work).engine
     with fused.using(backend):
-        batch = Batch.of(active, layout, recorded, options, statistics.logprobs.dtype)
-        return evaluate(batch, statistics.logprobs, statistics.entropy, statistics.topk_logprobs)
+        if chosen == "one-pass" and work.trains:
+            return one_pass(head, batch, work.capacity)
+        return evaluate(batch, *head.statistics(entropy=True, frozen=chosen == "frozen"))
 
 
 @torch.compiler.disable

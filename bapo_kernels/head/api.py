@@ -1,5 +1,6 @@
 """The public functions of the head: validation, choice of the backend, and the shape of the answer."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -8,13 +9,63 @@ from torch import Tensor
 from bapo_kernels.checks import check_flag
 from bapo_kernels.head import autograd, reference
 from bapo_kernels.head.backends import choose, resolve_budget
-from bapo_kernels.head.inputs import head_problem
+from bapo_kernels.head.chunked import Backend
+from bapo_kernels.head.inputs import Problem, head_problem
 
 
 class TokenStatistics(NamedTuple):
     logprobs: Tensor  # (...)
     entropy: Tensor | None  # (...)
     topk_logprobs: Tensor | None  # (..., K)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A validated call of the head, before any work."""
+
+    problem: Problem
+    backend: Backend | None  # None: the reference
+    budget: int  # bytes
+    hidden: Tensor  # (N, D)
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        backend: str,
+        memory_budget: int | None,
+        tp_group,
+        **given,
+    ) -> "Head":
+        if tp_group is not None:
+            raise ValueError("tp_group: vocabulary shards are not supported in this version; gather the weight")
+        problem = head_problem(hidden, weight, targets, **given)
+        chosen, budget = choose(backend, hidden.device), resolve_budget(memory_budget)
+        return cls(
+            problem, chosen, budget, hidden.reshape(problem.layout.numel(), hidden.shape[-1]), weight, given["bias"]
+        )
+
+    def statistics(self, entropy: bool, frozen: bool = False) -> TokenStatistics:
+        if self.backend is None:
+            logprobs, h = reference.run(self.problem, entropy, self.hidden, self.weight, self.bias)
+        else:
+            call = autograd.Call(self.problem, self.backend, entropy, frozen, self.budget)
+            logprobs, h = autograd.run(call, self.hidden, self.weight, self.bias)
+        return self.shaped(logprobs, h)
+
+    def shaped(self, logprobs: Tensor, entropy: Tensor | None) -> TokenStatistics:
+        """(N, P) log-probs at the ids and entropy (N,) in the layout of the call."""
+        layout, k = self.problem.layout, logprobs.shape[1] - 1
+        return TokenStatistics(
+            logprobs[:, 0].reshape(layout),
+            None if entropy is None else entropy.reshape(layout),
+            logprobs[:, 1:].reshape(*layout, k) if self.problem.topk else None,
+        )
 
 
 @torch.compiler.disable  # the driver's in-place loop: a compiled model calls it between its graphs
@@ -65,9 +116,7 @@ def linear_logprobs(
             [0, vocab_size) in rows that count; on CUDA, where looking would stall the stream, such a row's log-prob is NaN, and
             BAPO_KERNELS_CHECK=1 raises.
     """
-    if tp_group is not None:
-        raise ValueError("tp_group: vocabulary shards are not supported in this version; gather the weight")
-    problem = head_problem(
+    head = Head.of(
         hidden,
         weight,
         targets,
@@ -79,17 +128,9 @@ def linear_logprobs(
         softcap=softcap,
         vocab_size=vocab_size,
         topk_ids=topk_ids,
+        tp_group=tp_group,
+        backend=backend,
+        memory_budget=memory_budget,
     )
     check_flag("return_entropy", return_entropy)
-    chosen, budget = choose(backend, hidden.device), resolve_budget(memory_budget)
-    rows = hidden.reshape(problem.layout.numel(), hidden.shape[-1])
-    if chosen is None:
-        logprobs, entropy = reference.run(problem, return_entropy, rows, weight, bias)
-    else:
-        call = autograd.Call(problem, chosen, return_entropy, budget)
-        logprobs, entropy = autograd.run(call, rows, weight, bias)
-    return TokenStatistics(
-        logprobs[:, 0].reshape(problem.layout),
-        None if entropy is None else entropy.reshape(problem.layout),
-        None if topk_ids is None else logprobs[:, 1:].reshape(topk_ids.shape),
-    )
+    return head.statistics(return_entropy)

@@ -1,12 +1,13 @@
 """The one autograd path of the head: select rows, run the driver, put the results back. Shared by all backends."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from bapo_kernels.head import chunked
-from bapo_kernels.head.chunked import Backend, Coefficients, Gradients, Rows, Statistics
+from bapo_kernels.head import chunked, frozen
+from bapo_kernels.head.chunked import Backend, Coefficients, Gradients, KeepingBackend, Rows, Statistics
 from bapo_kernels.head.inputs import Problem
 from bapo_kernels.head.rows import Selection
 
@@ -16,6 +17,7 @@ class Call:
     problem: Problem
     backend: Backend
     entropy: bool  # wanted
+    frozen: bool  # the weight needs no gradient, and the gradient of hidden is prepared in the forward
     budget: int  # bytes
 
 
@@ -31,16 +33,17 @@ def refuse_second_derivatives() -> None:
 
 
 def coefficients(
-    problem: Problem, stats: Statistics, g_logprobs: Tensor | None, g_entropy: Tensor | None
+    padding: Tensor, stats: Statistics, g_logprobs: Tensor | None, g_entropy: Tensor | None
 ) -> Coefficients:
-    """From the upstream gradients of the rows that count: of their log-probs at the ids (n, P), and of their entropy (n,)."""
+    """From the upstream gradients of some rows: of their log-probs at the ids (n, P), where those are not `padding`, and of their entropy
+    (n,)."""
     if g_logprobs is None:
         picked = torch.zeros_like(stats.picked)
     else:
-        picked = g_logprobs.to(problem.dtype).masked_fill(problem.padding, 0.0)
+        picked = g_logprobs.to(stats.max.dtype).masked_fill(padding, 0.0)
         # The log-prob of an id outside the vocabulary is NaN, and so is then the gradient.
         picked = picked.masked_fill(stats.picked.isnan() & (picked != 0), torch.nan)
-    return Coefficients.of(picked, None if g_entropy is None else g_entropy.to(problem.dtype).contiguous())
+    return Coefficients.of(picked, None if g_entropy is None else g_entropy.to(stats.max.dtype).contiguous())
 
 
 def placed(
@@ -55,16 +58,20 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None):
         problem = call.problem
-        selection = problem.selection
+        selection, slope = problem.selection, None  # d logprob / d hidden
         rows = Rows(selection.take(hidden), problem.ids, problem.inv_temperature)
         if selection.rows == 0:
             empty = hidden.new_zeros(0, dtype=problem.dtype)
             stats = Statistics(empty, empty, empty if call.entropy else None, empty.reshape(problem.ids.shape))
         else:
-            stats = chunked.forward(call.backend, rows, weight, bias, problem.spec, call.entropy, call.budget)
+            arguments = (rows, weight, bias, problem.spec, call.entropy, call.budget)
+            if call.frozen:
+                stats, slope = frozen.forward(cast(KeepingBackend, call.backend), *arguments)
+            else:
+                stats = chunked.forward(call.backend, *arguments)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, stats.max, stats.log_sum, stats.entropy, stats.picked)
+        ctx.save_for_backward(hidden, weight, bias, slope, stats.max, stats.log_sum, stats.entropy, stats.picked)
         logprobs = stats.logprobs.masked_fill(problem.padding, 0.0)
         return selection.put(logprobs), None if stats.entropy is None else selection.put(stats.entropy)
 
@@ -73,7 +80,7 @@ class _Head(torch.autograd.Function):
         refuse_second_derivatives()
         call: Call = ctx.call
         problem, counted = call.problem, call.problem.selection
-        hidden, weight, bias, *saved = ctx.saved_tensors
+        hidden, weight, bias, slope, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         stats = Statistics(*saved)
 
@@ -81,7 +88,10 @@ class _Head(torch.autograd.Function):
             g_logprobs = counted.take(g_logprobs)
         if g_entropy is not None:
             g_entropy = counted.take(g_entropy)
-        coef = coefficients(problem, stats, g_logprobs, g_entropy)
+        coef = coefficients(problem.padding, stats, g_logprobs, g_entropy)
+        if slope is not None and (coef.entropy is None or not bool((coef.entropy != 0).any())):
+            g = coef.probability[:, None]
+            return None, counted.put(torch.where(g == 0, 0.0, g * slope).to(hidden.dtype)), None, None
         inner = Selection.of(coef.wanted())
         if inner.mask is not None:  # rows cannot be compacted: those without a gradient have coefficients of 0
             inner = Selection(inner.total)

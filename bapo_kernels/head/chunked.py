@@ -223,7 +223,7 @@ def forward(
     with full_precision(device.type):
         for part in slices(weight, bias, edges, acc, backend.native_dtypes):
             for block in blocks:
-                view = _tile(tile, block, part) if tile is not None else None
+                view = tile_of(tile, block, part) if tile is not None else None
                 backend.fold(rows.rows(block), part, spec, state.rows(block), view)
     return state.rows(slice(0, n)).statistics()
 
@@ -275,7 +275,7 @@ def backward(
             target = None if sums.weight is None else sums.weight[part.first : part.last]
             out = target if scratch is None else scratch[: part.weight.shape[0]]
             for i, block in enumerate(blocks):
-                dz = _tile(tile, block, part)
+                dz = tile_of(tile, block, part)
                 backend.dlogits(rows.rows(block), part, spec, stats.rows(block), coef.rows(block), dz)
                 sums.add(wide, dz, hidden_acc[block], block, out, beta=1.0 if i else beta)
             if target is not None and scratch is not None:
@@ -285,6 +285,6 @@ def backward(
     return replace(sums, hidden=None if d_hidden is None else d_hidden[:n])
 
 
-def _tile(buffer: Tensor, block: slice, part: Slice) -> Tensor:
+def tile_of(buffer: Tensor, block: slice, part: Slice) -> Tensor:
     rows, columns = block.stop - block.start, part.weight.shape[0]
     return buffer[: rows * columns].view(rows, columns)

@@ -30,6 +30,7 @@ class Problem:
     layout: torch.Size
     selection: Selection  # n of the N rows: those that count
     ids: Tensor  # (n, P) int64: column 0 the target, then the recorded ids, -1 where padded
+    topk: bool  # recorded ids were given, be it none
     inv_temperature: Tensor | None  # (n,)
     spec: LogitSpec
     dtype: torch.dtype  # of logits, statistics and outputs
@@ -84,7 +85,7 @@ def head_problem(
         _check_id_range("topk_ids", ids[:, 1:].masked_fill(ids[:, 1:] == -1, 0), spec.vocab_size)
     acc = accumulation_dtype(hidden, weight, bias)
     inv_temperature = inverse_temperature(temperature, layout, selection, acc, device)
-    return Problem(layout, selection, ids.contiguous(), inv_temperature, spec, acc)
+    return Problem(layout, selection, ids.contiguous(), topk_ids is not None, inv_temperature, spec, acc)
 
 
 def check_head_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = "") -> None:

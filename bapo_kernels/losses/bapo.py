@@ -86,6 +86,12 @@ class BAPO(Loss):
         For trainers that call the loss for each sequence or micro-batch: find the bounds once on the whole batch, then pass this."""
         return cls(c_low=(c_low, c_low), c_high=(c_high, c_high), **fields)
 
+    @property
+    def brackets(self) -> tuple[Loss, ...]:
+        """The bounds at the start and at the end: a token that both of them clip, or neither, every point between treats alike."""
+        ends = ((low, high) for low, high in zip(self.c_low, self.c_high, strict=True))
+        return tuple(replace(self, c_low=(low, low), c_high=(high, high)) for low, high in ends)
+
     def rule(self, x: Tokens) -> TokenLoss:
         bounds = find_bounds(self, x)
         metrics = {k: v.to(x.logprobs.dtype) for k, v in bounds._asdict().items()}

@@ -116,6 +116,13 @@ class Loss(Validated):
     name: ClassVar[str]
     aggregation: ClassVar[str] = "token-mean"
     needs: ClassVar[tuple[str, ...]] = ()  # inputs that have to be given
+    token_local: ClassVar[bool] = False  # a token's loss hangs on no other token
+
+    @property
+    def brackets(self) -> tuple["Loss", ...]:
+        """Token-local losses that have this one between them: a token's coefficient that is the same in all of them is its coefficient
+        here, whatever the rest of the batch is. Empty where only the whole batch can tell."""
+        return (self,) if self.token_local else ()
 
     def rule(self, x: Tokens) -> TokenLoss:
         raise NotImplementedError

@@ -72,3 +72,5 @@ class ScoreCentering(Loss):
         if self.weight == "tis":
             return torch.minimum(p, self.tis_cap * q)
         return torch.where((p < self.mis_low * q) | (p > self.mis_high * q), 0.0, p)
+
+    token_local: ClassVar[bool] = True

@@ -51,6 +51,7 @@ class GRPO(Loss):
 
     name: ClassVar[str] = "grpo"
     aggregation: ClassVar[str] = "seq-mean-token-mean"
+    token_local: ClassVar[bool] = True
 
     def __post_init__(self):
         self._require_numbers("clip_low", "clip_high")
@@ -93,6 +94,7 @@ class DCPO(Loss):
     dual_clip: float | None = None
 
     name: ClassVar[str] = "dcpo"
+    token_local: ClassVar[bool] = True
 
     def __post_init__(self):
         self._require_numbers("eps_low", "eps_high")

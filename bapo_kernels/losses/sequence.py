@@ -137,6 +137,10 @@ class TOPR(Loss):
         self._require_numbers("floor", "cap")
         self._require("cap", self.cap >= self.floor, f"at least floor={self.floor}")
 
+    @property
+    def brackets(self) -> tuple[Loss, ...]:
+        return (self,) if self.ratio == "token" else ()
+
     def rule(self, x: Tokens) -> TokenLoss:
         log_rho = (x.logprobs - x.rollout_logprobs).detach()
         rho = bounded_exp(x.sequence_sum(log_rho) if self.ratio == "sequence" else log_rho)

@@ -14,6 +14,7 @@ class Reinforce(Loss):
     """loss = -A logprob, coef = -A. No ratio, no clip (Williams 1992)."""
 
     name: ClassVar[str] = "reinforce"
+    token_local: ClassVar[bool] = True
 
     def rule(self, x: Tokens) -> TokenLoss:
         return TokenLoss(x.score(-x.advantages))
@@ -33,6 +34,7 @@ class CISPO(Loss):
     ratio_high: float = 5.0
 
     name: ClassVar[str] = "cispo"
+    token_local: ClassVar[bool] = True
 
     def __post_init__(self):
         self._require_numbers("ratio_low", optional=True)
@@ -67,6 +69,7 @@ class DPPO(Loss):
     ratio_cap: float = 20.0
 
     name: ClassVar[str] = "dppo-tv"
+    token_local: ClassVar[bool] = True
 
     def __post_init__(self):
         self._require("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
@@ -136,6 +139,7 @@ class BPO(Loss):
 
     name: ClassVar[str] = "bpo"
     aggregation: ClassVar[str] = "seq-mean-token-mean"
+    token_local: ClassVar[bool] = True
 
     def __post_init__(self):
         self._require_numbers("smoothing", "cap", strict=True)
@@ -165,6 +169,7 @@ class SAPO(Loss):
 
     name: ClassVar[str] = "sapo"
     aggregation: ClassVar[str] = "seq-mean-token-mean"
+    token_local: ClassVar[bool] = True
 
     def __post_init__(self):
         self._require_numbers("tau_pos", "tau_neg", strict=True)
@@ -186,6 +191,7 @@ class DRO(Loss):
     beta: float = 0.1
 
     name: ClassVar[str] = "dro"
+    token_local: ClassVar[bool] = True
 
     def __post_init__(self):
         self._require_numbers("beta")

@@ -1,0 +1,205 @@
+"""Which way a policy loss takes through the head, and what it costs there.
+
+A pass is one product of hidden states and weight, 2 N V D operations. Where a share m of the N tokens counts, and a has a gradient:
+
+    recompute   m + 3a   the logits are made once for the statistics and again for the gradient, of hidden and of weight
+    one-pass    m + 2a   logits are kept until the coefficients are known; needs memory for some rows of them, and a loss whose
+                         coefficients follow from the token alone (for BAPO: of almost all tokens)
+    frozen      2m       d logprob / d hidden is made in the forward; for a weight without gradient, where the others take one pass less
+
+The unfused path pays 3, and 2 with a weight without gradient.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from bapo_kernels.evaluation import Batch
+from bapo_kernels.head.api import Head
+from bapo_kernels.head.chunked import ROW_UNIT, slice_edges
+from bapo_kernels.head.eager import GemmBackend
+from bapo_kernels.options import PolicyOptions
+
+ENGINES = ("auto", "recompute", "one-pass", "frozen")
+# Fewer rows than these in a product with the vocabulary, and reading the weight takes longer than the pass that is saved.
+MIN_ROWS = 128
+
+
+class Plan(NamedTuple):
+    engine: str
+    passes: float  # in products of 2 N V D operations, N all tokens
+    memory_bytes: int  # at most, beyond the inputs and their gradients
+    reason: str
+
+
+def check_engine(engine: str) -> None:
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the choice looks at."""
+
+    tokens: int
+    unmasked: float  # share of tokens that count
+    active: float  # share of tokens expected to have a gradient
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype  # of logits and sums
+    narrow_hidden: bool  # held in fewer bits than that
+    narrow_weight: bool
+    hidden_grad: bool
+    weight_grad: bool  # or bias
+    early: str | None  # why coefficients are not known token by token; None: they are
+    topk: bool
+    entropy_grad: bool
+    tiles: int  # of the backend
+    keeps: bool  # the backend can keep products
+    budget: int
+
+    @property
+    def trains(self) -> bool:
+        return self.hidden_grad or self.weight_grad
+
+    @property
+    def counted(self) -> int:
+        return round(self.tokens * self.unmasked)
+
+    @property
+    def columns(self) -> int:
+        return max(b - a for a, b in pairwise(slice_edges(self.vocab_size, self.hidden_size)))
+
+    def bytes(self, *shape: float) -> int:
+        return int(prod(shape) * self.dtype.itemsize)
+
+    @property
+    def capacity(self) -> int:
+        """Rows whose products the one-pass engine can keep within the budget."""
+        beside = self.one_pass_bytes(0)
+        each = self.one_pass_bytes(1) - beside
+        fit = max(self.budget - beside, 0) // each
+        return min(fit // ROW_UNIT * ROW_UNIT, self.counted + -self.counted % ROW_UNIT)
+
+    def one_pass_bytes(self, capacity: int) -> int:
+        """The pool, a tile to rearrange it, the rows at work, and the sums that wait for the backward in full precision."""
+        d, height = self.hidden_size, capacity + ROW_UNIT
+        weight = self.columns + self.weight_grad * self.vocab_size if self.narrow_weight else 0
+        hidden = self.tokens if self.narrow_hidden and self.hidden_grad else 0
+        return self.bytes(height, self.vocab_size + self.columns + 4 * d) + self.bytes(weight + hidden, d)
+
+    def frozen_bytes(self) -> int:
+        """d logprob / d hidden, and the tile."""
+        return self.bytes(2 * self.counted, self.hidden_size) + self._tile_bytes(self.counted)
+
+    def recompute_bytes(self) -> int:
+        """The tile, the rows that are picked out or widened, and their gradient before it is put in its place."""
+        rows = self.tokens * self.active
+        picked = self.active < 1 or self.narrow_hidden
+        return self._tile_bytes(rows) + self.bytes(2 * rows * picked, self.hidden_size)
+
+    def _tile_bytes(self, rows: float) -> int:
+        tile = min(self.bytes(self.tiles * rows, self.columns), self.budget)
+        return tile + self.bytes(self.narrow_weight * 2 * self.columns, self.hidden_size)
+
+
+def work_of(head: Head, batch: Batch) -> Work:
+    """The work of a call."""
+    problem, options, tokens = head.problem, batch.options, head.hidden.shape[0]
+    trains = torch.is_grad_enabled()
+    weight_grad = trains and any(t is not None and t.requires_grad for t in (head.weight, head.bias))
+    active = unmasked = problem.selection.rows / max(tokens, 1)
+    early = whole_batch_needed(options, batch.recorded.old_logprobs is not None)
+    if problem.selection.mask is not None:
+        early = "rows are not compacted while a CUDA graph is captured"
+    elif not weight_grad and options.kl_coef == 0 and options.entropy_coef == 0:
+        # Only then the choice hangs on it. A loss may give a gradient to tokens without an advantage, but few do.
+        active = int((batch.active & (batch.recorded.advantages != 0)).sum()) / max(tokens, 1)
+    return Work(
+        tokens=tokens,
+        unmasked=unmasked,
+        active=active,
+        hidden_size=head.weight.shape[1],
+        vocab_size=problem.spec.vocab_size,
+        dtype=problem.dtype,
+        narrow_hidden=head.hidden.dtype != problem.dtype,
+        narrow_weight=head.weight.dtype != problem.dtype,
+        hidden_grad=trains and head.hidden.requires_grad,
+        weight_grad=weight_grad,
+        early=early,
+        topk=problem.topk,
+        entropy_grad=options.entropy_coef != 0,
+        tiles=max(getattr(head.backend, "tiles", (0,))),
+        keeps=isinstance(head.backend, GemmBackend),
+        budget=head.budget,
+    )
+
+
+def whole_batch_needed(options: PolicyOptions, old_given: bool) -> str | None:
+    """Why the coefficients of a token hang on other tokens; None: they do not, or only through what `Loss.brackets` has."""
+    if not options.loss.brackets:
+        return f"the coefficients of loss {options.loss} follow from the whole batch only"
+    if options.top_entropy is not None:
+        return "top_entropy chooses tokens from the whole batch"
+    if getattr(options.correction, "level", "token") == "sequence" and not old_given:
+        return f"without old_logprobs, the weights of {options.correction} hang on whole sequences"
+    return None
+
+
+def choose(engine: str, work: Work) -> Plan:
+    """The engine for `work`; ValueError where the one that is asked for cannot serve."""
+    check_engine(engine)
+    refusals = {name: refuse(work) for name, refuse in _REFUSALS.items()}
+    if engine != "auto" and (reason := refusals.get(engine)):
+        raise ValueError(f"engine={engine!r} cannot serve this call: {reason}")
+    m, a = work.unmasked, work.active
+    if not work.trains:
+        return Plan("recompute", m, work._tile_bytes(work.counted), "no gradient is wanted")
+    products = work.hidden_grad + work.weight_grad
+    plans = {
+        "recompute": Plan("recompute", m + (1 + products) * a, work.recompute_bytes(), ""),
+        "one-pass": Plan("one-pass", m + products * a, work.one_pass_bytes(work.capacity), ""),
+        "frozen": Plan("frozen", 2 * m, work.frozen_bytes(), ""),
+    }
+    if engine != "auto":
+        return plans[engine]._replace(reason="asked for")
+    if refusals["one-pass"] is None and work.capacity < min(MIN_ROWS, work.counted):
+        refusals["one-pass"] = (
+            f"memory_budget={work.budget} holds the products of {work.capacity} rows, and fewer than {MIN_ROWS} do not pay"
+        )
+    if refusals["frozen"] is None and work.frozen_bytes() > work.budget:
+        refusals["frozen"] = f"d logprob / d hidden takes more than memory_budget={work.budget}"
+    served = [plan for name, plan in plans.items() if refusals.get(name) is None]
+    best = min(served, key=lambda plan: (plan.passes, plan.memory_bytes))
+    others = [f"{name}: {reason}" for name, reason in refusals.items() if reason]
+    return best._replace(reason="; ".join(["fewest passes", *others]))
+
+
+def _refuse_one_pass(work: Work) -> str | None:
+    if not work.trains:
+        return None
+    if work.early:
+        return work.early
+    if not work.keeps:
+        return "its backend does not keep the products of a tile"
+    if work.capacity < min(ROW_UNIT, work.counted):
+        return f"memory_budget={work.budget} does not hold the products of {ROW_UNIT} rows, which take {work.one_pass_bytes(ROW_UNIT)}"
+    return None
+
+
+def _refuse_frozen(work: Work) -> str | None:
+    if not work.trains:
+        return None
+    if work.weight_grad:
+        return "weight or bias requires a gradient"
+    if work.topk:
+        return "the loss reads log-probs of recorded ids"
+    if not work.keeps:
+        return "its backend does not keep the products of a tile"
+    return None
+
+
+_REFUSALS = {"one-pass": _refuse_one_pass, "frozen": _refuse_frozen}

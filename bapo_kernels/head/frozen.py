@@ -1,0 +1,79 @@
+"""The frozen-head driver: where the weight needs no gradient, d logprob / d hidden is made in the forward.
+
+    u = d logprob / d hidden = (1 - p_y) s_y W_y - sum over v != y of p_v s_v W_v        s = d logit / d product
+
+The sum runs along with the online softmax, as a second product with the tile that was just folded; the backward of any upstream
+gradient g is then g u: two products for each row in all. The target's column stands apart, since where the policy is sure of it the two
+parts would cancel to nothing but rounding.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from bapo_kernels.head import chunked
+from bapo_kernels.head.chunked import Coefficients, KeepingBackend, LogitSpec, Rows, State, Statistics
+from bapo_kernels.head.eager import FLOOR
+from bapo_kernels.head.precision import accumulation_dtype, full_precision
+
+
+def forward(
+    backend: KeepingBackend,
+    rows: Rows,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: LogitSpec,
+    entropy: bool,
+    budget: int,
+) -> tuple[Statistics, Tensor]:
+    """Statistics of every row and u (n, D), for rows with one id each, the target."""
+    n, device = rows.hidden.shape[0], rows.hidden.device
+    acc = accumulation_dtype(rows.hidden, weight, bias)
+    rows = replace(rows, hidden=rows.hidden.to(acc)).map(chunked.pad)
+    total = rows.hidden.shape[0]
+    state, others = State.start(rows.ids, entropy, acc), torch.zeros_like(rows.hidden)
+    product = torch.zeros(total, dtype=acc, device=device)  # hidden . W_y
+    no_ids = rows.ids.new_zeros(total, 0)
+    edges = chunked.slice_edges(spec.vocab_size, weight.shape[1])
+    columns = max(b - a for a, b in pairwise(edges))
+    blocks = chunked.row_blocks(total, max(backend.tiles) * columns * acc.itemsize, budget)
+    tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
+    with full_precision(device.type):
+        for part in chunked.slices(weight, bias, edges, acc, native=False):
+            for block in blocks:
+                z, here, running = chunked.tile_of(tile, block, part), rows.rows(block), state.rows(block)
+                before = running.max.clone()
+                backend.fold(here, part, spec, running, z)
+                column = here.ids[:, 0] - part.first
+                at = ((column >= 0) & (column < z.shape[1])).nonzero().squeeze(1)
+                column = column[at]
+                product[block][at] = z[at, column]
+                m = running.max.clamp(min=torch.finfo(acc).min)  # not -inf: -inf - -inf is NaN
+                backend.turn(z, replace(here, ids=no_ids[block]), part, spec, *_exponentials(m))
+                z[at, column] = 0.0
+                rescale = (before - m).clamp_(min=FLOOR).exp_()
+                others[block].mul_(rescale[:, None]).addmm_(z, part.weight)
+    stats = state.statistics()
+    own = -torch.expm1(stats.logprobs[:, 0]) * _slope(product, rows, bias, spec)
+    for block in blocks:
+        ids = rows.ids[block, 0].clamp(0, spec.vocab_size - 1)
+        u = others[block].div_(-state.sum[block, None])
+        u.addcmul_(own[block, None], weight[ids].to(acc))
+    return stats.rows(slice(0, n)), others[:n]
+
+
+def _exponentials(m: Tensor) -> tuple[Statistics, Coefficients]:
+    """With these the gradient of the products is exp(x - m) s."""
+    zero, none = torch.zeros_like(m), m.new_zeros(m.shape[0], 0)
+    return Statistics(m, zero, None, none), Coefficients(torch.full_like(m, -1.0), None, none)
+
+
+def _slope(product: Tensor, rows: Rows, bias: Tensor | None, spec: LogitSpec) -> Tensor:
+    """s of the target, from hidden . W_y."""
+    slope = torch.full_like(product, spec.scale)
+    if spec.softcap is not None:
+        own_bias = 0.0 if bias is None else bias[rows.ids[:, 0].clamp(0, bias.shape[0] - 1)].to(product.dtype)
+        slope /= torch.cosh((product + own_bias) * spec.scale / spec.softcap).square()
+    return slope if rows.inv_temperature is None else slope * rows.inv_temperature

@@ -1,0 +1,97 @@
+"""The one-pass engine of `linear_policy_loss`: coefficients in the forward, so that the gradients are there before the backward.
+
+`head/onepass.py` has what is V-sized. Here are the coefficients that it asks for, and the loss whose gradients are known.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from bapo_kernels.evaluation import Batch, PolicyLossOutput, evaluate
+from bapo_kernels.head.api import Head
+from bapo_kernels.head.autograd import coefficients, refuse_second_derivatives
+from bapo_kernels.head.chunked import Coefficients, Gradients, KeepingBackend, Statistics
+from bapo_kernels.head.onepass import OnePass
+from bapo_kernels.head.rows import Selection
+
+
+def one_pass(head: Head, batch: Batch, capacity: int) -> PolicyLossOutput:
+    problem, options = head.problem, batch.options
+    selection = problem.selection
+    bias_trains = head.bias is not None and head.bias.requires_grad
+    backend = cast(KeepingBackend, head.backend)  # the choice of the engine saw to it
+
+    def early(number: Tensor, stats: Statistics) -> tuple[Coefficients, Tensor]:
+        part = batch.take(number if selection.index is None else selection.index[number])
+        padding = problem.padding[number]
+        with torch.enable_grad():
+            leaves = _leaves(stats, padding)
+            logprobs, entropy = leaves
+            x = part.tokens(logprobs[:, 0], logprobs[:, 1:] if problem.topk else None)
+            first, *others = (_gradients(part.terms(loss, x, entropy).total, leaves) for loss in options.loss.brackets)
+        settled = torch.ones_like(number, dtype=torch.bool)
+        for other in others:
+            settled &= (first[0] == other[0]).all(1) & (first[1] == other[1])
+        return coefficients(padding, stats, first[0], first[1] if options.entropy_coef != 0 else None), settled
+
+    run = OnePass(
+        *(problem, backend, head.hidden, head.weight, head.bias),
+        needs=(head.hidden.requires_grad, head.weight.requires_grad, bias_trains),
+        entropy=options.entropy_coef != 0,
+        capacity=capacity,
+    )
+    with torch.no_grad():
+        stats = run.forward(early)
+    leaves = _leaves(stats, problem.padding)
+    out = evaluate(batch, *head.shaped(*(selection.put(t) for t in leaves)))
+    g_logprobs, g_entropy = _gradients(out.loss, leaves)
+    with torch.no_grad():
+        final = coefficients(problem.padding, stats, g_logprobs, g_entropy if options.entropy_coef != 0 else None)
+        sums = run.finish(final, head.budget)
+    loss = _Known.apply(out.loss.detach(), selection, problem.spec.vocab_size, head.hidden, head.weight, head.bias, sums)
+    return out._replace(loss=loss)
+
+
+def _leaves(stats: Statistics, padding: Tensor) -> tuple[Tensor, Tensor]:
+    assert stats.entropy is not None
+    return stats.logprobs.masked_fill(padding, 0.0).requires_grad_(), stats.entropy.detach().requires_grad_()
+
+
+def _gradients(total: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+
+
+class _Known(torch.autograd.Function):
+    """A loss with its gradients."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, selection: Selection, vocab_size: int, hidden, weight, bias, sums: Gradients):
+        ctx.selection, ctx.vocab_size = selection, vocab_size
+        ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
+        # Saved as any function saves its tensors: autograd frees them with the graph, and may keep them elsewhere.
+        ctx.save_for_backward(sums.hidden, sums.weight, sums.bias)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        refuse_second_derivatives()
+        gradients = ctx.saved_tensors
+        if _graph_is_kept():  # they will be wanted again, as they are
+            gradients = [None if t is None else t.clone() for t in gradients]
+        if not (upstream.device.type == "cpu" and upstream == 1):
+            hidden, *others = gradients
+            # Only what counts: the gradient of the rest is 0, even times inf.
+            if hidden is not None:
+                counted = ctx.selection
+                hidden.mul_(counted.put(upstream.to(hidden.dtype).expand(counted.rows))[:, None])
+            for t in others:
+                if t is not None:
+                    t[: ctx.vocab_size].mul_(upstream)
+        given = (None if t is None else t.to(dtype) for t, dtype in zip(gradients, ctx.dtypes, strict=True))
+        return None, None, None, *given, None
+
+
+def _graph_is_kept() -> bool:
+    """Whether the running backward leaves the graph for another one (`retain_graph`)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,7 +1,7 @@
 # Everything happens in .venv, with the versions of constraints.txt. The package is installed there in editable form: Python finds the
 # sources in the checkout and the compiled extension in the virtual environment, wherever it is started.
 PYTHON ?= python3
-EXTRAS ?= test,dev,demo
+EXTRAS ?= test,dev,demo,bench
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -12,7 +12,7 @@ CSRC := CMakeLists.txt $(wildcard csrc/*)
 SINGLE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTEST_ARGS ?= -n auto
 
-.PHONY: help build demo test lint format clean
+.PHONY: help build demo bench test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -36,6 +36,12 @@ build: $(INSTALLED)  ## Set up .venv and compile the extension
 demo: $(INSTALLED)  ## Self-check of the kernels, then a small training run
 	$(BIN)/python -m bapo_kernels check --quick
 	$(BIN)/python demo/train.py
+
+# verl asks for Ray, an older transformers and Python < 3.13; the one file of it that is compared needs only PyTorch.
+bench: $(INSTALLED)  ## Beside other packages on this CPU (an hour; BENCH_ARGS=--quick: a minute): tables, CSV, figure
+	-$(PIP) install --no-deps -c constraints.txt verl
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS) --plot
 
 test: $(INSTALLED)  ## The whole test suite
 	$(SINGLE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -1,0 +1,186 @@
+"""The contestants, each called as its own documentation or trainer does. All give the loss of `batch.dapo`.
+
+A name may end in " compact": the rows that do not count are dropped before the head, by indexing (not for fused losses).
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from batch import CLIP_HIGH, CLIP_LOW, Batch, dapo
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import bapo_kernels as bk
+
+Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden (N, D), weight (V, D), targets (N,) -> (N,)
+Contestant = Callable[[Batch], Tensor]  # -> loss
+
+DEFAULT = (
+    "plain",
+    "plain compiled",
+    "checkpointed chunks",
+    "torch linear_cross_entropy",
+    "liger",
+    "trl",
+    "verl",
+    "bapo_kernels",
+    "bapo_kernels recompute",
+)
+ENGINES, BACKENDS = ("recompute", "one-pass", "frozen"), ("cpu", "torch", "triton", "reference")
+OURS = "bapo_kernels"  # alone or with an engine or a backend: "bapo_kernels one-pass", "bapo_kernels torch"
+
+
+def get(name: str) -> Contestant:
+    """ImportError: the package is not here."""
+    if name.split()[0] == OURS:
+        return partial(ours, variant=name.removeprefix(OURS).strip())
+    if name in LOSSES:
+        return LOSSES[name]()
+    base = name.removesuffix(" compact")
+    if base not in LOGPROBS:
+        raise KeyError(f"no contestant {name!r}; there are {', '.join(names())}")
+    return partial(compact if base != name else on_logprobs, LOGPROBS[base]())
+
+
+def names() -> list[str]:
+    variants = [f"{OURS} {v}" for v in ENGINES + BACKENDS]
+    return [*LOGPROBS, *(f"{n} compact" for n in LOGPROBS), *LOSSES, OURS, *variants]
+
+
+def on_logprobs(logprobs_of: Logprobs, batch: Batch) -> Tensor:
+    logprobs = logprobs_of(batch.hidden, batch.weight, batch.targets)
+    return dapo(logprobs, batch.old, batch.advantages, batch.mask)
+
+
+def compact(logprobs_of: Logprobs, batch: Batch) -> Tensor:
+    m = batch.mask
+    logprobs = logprobs_of(batch.hidden[m], batch.weight, batch.targets[m])
+    return dapo(logprobs, batch.old[m], batch.advantages[m], m[m])
+
+
+def ours(batch: Batch, variant: str = "", **options) -> Tensor:
+    if variant:
+        options["engine" if variant in ENGINES else "backend"] = variant
+    return bk.linear_policy_loss(
+        batch.hidden,
+        batch.weight,
+        batch.targets,
+        batch.advantages,
+        **{"loss": "dapo", "mask": batch.mask, "old_logprobs": batch.old, **options},
+    ).loss
+
+
+# Written here
+
+
+def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None]).squeeze(1)
+
+
+@cache
+def plain_compiled() -> Contestant:
+    @torch.compile
+    def loss(hidden, weight, targets, old, advantages, mask):
+        return dapo(full_logits(hidden, weight, targets), old, advantages, mask)
+
+    return lambda b: loss(b.hidden, b.weight, b.targets, b.old, b.advantages, b.mask)
+
+
+def checkpointed_chunks(batch: Batch, chunk: int = 256) -> Tensor:
+    """Full logits of 256 tokens at a time, computed again in the backward; rows that do not count are dropped first."""
+
+    def chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        return torch.cat([checkpoint(full_logits, h, weight, t, use_reentrant=False) for h, t in pairs])
+
+    return compact(chunks, batch)
+
+
+# Of other packages, imported only when asked for
+
+
+def torch_linear_cross_entropy() -> Logprobs:
+    """Chunks are opt-in there; per-token losses take the path that computes the logits again in the backward."""
+    from torch.nn import LinearCrossEntropyOptions
+    from torch.nn.functional import linear_cross_entropy
+
+    options = LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None)
+    return lambda h, w, t: -linear_cross_entropy(h, w, t, reduction="none", options=options)
+
+
+def trl() -> Logprobs:
+    """As `trl.trainer.utils.add_fused_lm_head` calls it on a CPU: all rows. (On a GPU it drops rows first: "trl compact".)"""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as COLUMNS
+
+    def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, COLUMNS, None, 1.0, ("log_probs",))[0]
+
+    return logprobs
+
+
+def verl() -> Logprobs:
+    """`impl_backend="torch"` is the one for CPUs. The entropy beside the log-probs is always computed there."""
+    head = _verl_file("utils/experimental/torch_functional.py").FusedLinearForPPO(chunk_size=512, impl_backend="torch")
+    return lambda h, w, t: head(h, w, t)[0]
+
+
+def liger(compiled: bool = True) -> Contestant:
+    """Advantages are per sequence there, so each token is a sequence of one; all of them in one chunk, which is its fastest setting.
+    `compiled` is about the loss on log-probs; the head is not compiled either way."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    def loss(batch: Batch) -> Tensor:
+        head = LigerFusedLinearGRPOLoss(
+            beta=0.0,
+            compiled=compiled,
+            use_ref_model=False,
+            chunk_size=batch.size.tokens,
+            epsilon_low=CLIP_LOW,
+            epsilon_high=CLIP_HIGH,
+            loss_type="dapo",
+        )
+        tokens = batch.targets[:, None]
+        return head(
+            batch.hidden[:, None],
+            batch.weight,
+            tokens,
+            batch.mask[:, None],
+            batch.advantages,
+            old_per_token_logps=batch.old[:, None],
+        )[0]
+
+    return loss
+
+
+@cache
+def _verl_file(path: str) -> ModuleType:
+    """One file of verl by its path, since `import verl` needs Ray and a dozen packages that this file does not."""
+    package = importlib.util.find_spec("verl")
+    if package is None or package.origin is None:
+        raise ImportError("verl is not installed (pip install --no-deps verl)")
+    name = "verl_" + Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, Path(package.origin).parent / path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LOGPROBS: dict[str, Callable[[], Logprobs]] = {
+    "plain": lambda: full_logits,
+    "torch linear_cross_entropy": torch_linear_cross_entropy,
+    "trl": trl,
+    "verl": verl,
+}
+LOSSES: dict[str, Callable[[], Contestant]] = {
+    "plain compiled": plain_compiled,
+    "checkpointed chunks": lambda: checkpointed_chunks,
+    "liger": liger,
+    "liger eager": partial(liger, compiled=False),
+}

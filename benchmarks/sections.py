@@ -182,7 +182,10 @@ def compete(
         row = race.row(section, pattern, name, base)
         if row.seconds and section != "small" and memory.AVAILABLE and (a.memory is None or name in a.memory):
             progress(f"{section}, {pattern}: memory of {name}")
-            row.extra_mib = memory.extra_memory(section, name, pattern, size) / 2**20
+            try:
+                row.extra_mib = memory.extra_memory(section, name, pattern, size) / 2**20
+            except RuntimeError as e:  # killed for its memory, perhaps: no reason to lose the others' numbers
+                print(e, file=sys.stderr)
             progress("")
         print(report.line(row), flush=True)
         rows.append(row)

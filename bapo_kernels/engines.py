@@ -109,8 +109,8 @@ class Work:
 def work_of(head: Head, batch: Batch) -> Work:
     """The work of a call."""
     problem, options, tokens = head.problem, batch.options, head.hidden.shape[0]
-    trains = torch.is_grad_enabled()
-    weight_grad = trains and any(t is not None and t.requires_grad for t in (head.weight, head.bias))
+    needs = head.needs
+    weight_grad = any(needs.weight) or needs.bias
     active = unmasked = problem.selection.rows / max(tokens, 1)
     early = whole_batch_needed(options, batch.recorded.old_logprobs is not None)
     if problem.selection.mask is not None:
@@ -126,8 +126,8 @@ def work_of(head: Head, batch: Batch) -> Work:
         vocab_size=problem.spec.vocab_size,
         dtype=problem.dtype,
         narrow_hidden=head.hidden.dtype != problem.dtype,
-        narrow_weight=head.weight.dtype != problem.dtype,
-        hidden_grad=trains and head.hidden.requires_grad,
+        narrow_weight=any(p.dtype != problem.dtype for p in head.weight.parts),
+        hidden_grad=needs.hidden,
         weight_grad=weight_grad,
         early=early,
         topk=problem.topk,

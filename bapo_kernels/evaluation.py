@@ -42,7 +42,7 @@ class Batch:
 
     active: Tensor  # bool, layout: tokens that count
     layout: Layout
-    recorded: Recorded
+    recorded: Recorded  # clean
     options: PolicyOptions
     weights: Tensor  # layout: of each token in the total
     correction: Tensor | None = None  # layout; None: there is none, or it hangs on the log-probs
@@ -57,6 +57,7 @@ class Batch:
             weights = agg.token_weights(
                 options.chosen_aggregation, active, layout, options.normalizer, options.max_length, acc
             )
+            recorded = recorded.clean(active, acc)
             batch = cls(active, layout, recorded, options, weights)
             if options.correction is None or recorded.old_logprobs is None:
                 return batch
@@ -86,13 +87,12 @@ class Batch:
     def tokens(self, logprobs: Tensor, topk_logprobs: Tensor | None = None) -> Tokens:
         """What a rule sees; `logprobs` are clean already."""
         given, topk = self.recorded, None
-        old = logprobs.detach() if given.old_logprobs is None else self.clean(given.old_logprobs.detach())
-        rollout = old if given.rollout_logprobs is None else self.clean(given.rollout_logprobs.detach())
-        advantages = self.clean(given.advantages.detach())
+        old = logprobs.detach() if given.old_logprobs is None else given.old_logprobs
+        rollout = old if given.rollout_logprobs is None else given.rollout_logprobs
         if topk_logprobs is not None:
             assert given.topk_ids is not None and given.topk_logprobs is not None
             topk = make_topk(topk_logprobs.to(logprobs.dtype), given.topk_ids, given.topk_logprobs, self.active)
-        return Tokens(logprobs, old, rollout, advantages, self.active, self.layout, self.options.dp_group, topk)
+        return Tokens(logprobs, old, rollout, given.advantages, self.active, self.layout, self.options.dp_group, topk)
 
     def terms(self, loss: Loss, x: Tokens, entropy: Tensor | None) -> "Terms":
         """Policy, KL and entropy term of each token; `entropy` is clean already."""
@@ -106,19 +106,21 @@ class Batch:
             policy = regularizers.keep_highest_entropy(x, policy, entropy, options.top_entropy)
         per_token, kl = policy, None
         if self.recorded.ref_logprobs is not None:
-            ref = self.clean(self.recorded.ref_logprobs.detach())
-            kl = regularizers.kl(options.kl_estimator, x.logprobs, ref)
+            kl = regularizers.kl(options.kl_estimator, x.logprobs, self.recorded.ref_logprobs)
             per_token = per_token + options.kl_coef * kl
         if options.entropy_coef != 0:
             assert entropy is not None
             per_token = per_token - options.entropy_coef * entropy
-        return Terms(term, policy, kl, x.active(self.weights * per_token).sum())
+        policy_loss = x.active(self.weights * policy).sum()
+        total = policy_loss if per_token is policy else x.active(self.weights * per_token).sum()
+        return Terms(term, policy, kl, policy_loss, total)
 
 
 class Terms(NamedTuple):
     term: TokenLoss
     policy: Tensor  # layout: with correction and choice by entropy
     kl: Tensor | None
+    policy_loss: Tensor  # 0-d
     total: Tensor  # 0-d
 
 
@@ -131,8 +133,8 @@ def evaluate(batch: Batch, logprobs: Tensor, entropy: Tensor | None, topk_logpro
         if options.return_tokens and not lp.requires_grad:
             lp = lp.detach().requires_grad_()
         x = batch.tokens(lp, topk_logprobs)
-        term, policy, kl, total = batch.terms(options.loss, x, h)
-        reported = metrics(x, term, x.active(batch.weights * policy).sum(), kl, h)
+        term, policy, kl, policy_loss, total = batch.terms(options.loss, x, h)
+        reported = metrics(x, term, policy_loss, kl, h)
         tokens = _detail(x, term, policy, h) if options.return_tokens else None
     return PolicyLossOutput(total if trains else total.detach(), reported, tokens)
 

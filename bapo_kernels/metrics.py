@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bapo_kernels.losses.base import TokenLoss, Tokens, bounded_log_ratio
+from bapo_kernels.losses.base import TokenLoss, Tokens
 from bapo_kernels.losses.triton import FusedTerm
 
 
@@ -18,29 +18,34 @@ def metrics(
     with torch.no_grad():
         nan = x.logprobs.new_full((), torch.nan)
         values = {
-            "policy_loss": policy_loss,
+            "policy_loss": policy_loss.detach(),
             "kl": nan if kl is None else x.mean(kl),
             "entropy": nan if entropy is None else x.mean(entropy),
             **(term.means if isinstance(term, FusedTerm) else _means(x, term.clipped)),
             **term.metrics,
         }
-        return {k: v.detach().to(torch.float32) for k, v in values.items()}
+        return {k: v.to(torch.float32) for k, v in values.items()}
 
 
 def _means(x: Tokens, clipped: Tensor | None) -> dict[str, Tensor]:
     """What depends on ratio, advantage, log-prob and clip flag only."""
-    ratio, advantage = x.ratio, x.advantages
-    clipped = torch.zeros_like(ratio, dtype=torch.int8) if clipped is None else clipped
-    ratio_max = torch.where(x.mask, ratio, -torch.inf).amax() if ratio.numel() else ratio.new_zeros(())
-    retained = torch.where(clipped == 0, advantage, 0.0)
-    centred = (x.logprobs - x.mean(x.logprobs)) * (retained - x.mean(retained))
-    log_ratio = bounded_log_ratio(x.log_ratio)
+    clipped = torch.zeros_like(x.mask, dtype=torch.int8) if clipped is None else clipped
+    has_advantage, log_ratio = x.advantages != 0, x.bounded_log_ratio
+    retained = torch.where(clipped == 0, x.advantages, 0.0)
+    ratio, approx_kl, low, high, logprob, kept = x.means(
+        x.ratio,
+        torch.expm1(log_ratio) - log_ratio,
+        (clipped < 0) & has_advantage,
+        (clipped > 0) & has_advantage,
+        x.logprobs,
+        retained,
+    )
     return {
-        "ratio_mean": x.mean(ratio),
-        "ratio_max": torch.where(x.mask.any(), ratio_max, 0.0),
-        "approx_kl": x.mean(torch.expm1(log_ratio) - log_ratio),
-        "clip_frac_low": x.mean(((clipped < 0) & (advantage != 0)).to(ratio.dtype)),
-        "clip_frac_high": x.mean(((clipped > 0) & (advantage != 0)).to(ratio.dtype)),
-        "entropy_clip_cov": x.mean(centred),
-        "num_tokens": x.mask.sum(),
+        "ratio_mean": ratio,
+        "ratio_max": x.active(x.ratio).amax() if x.mask.numel() else ratio,  # ratios are positive
+        "approx_kl": approx_kl,
+        "clip_frac_low": low,
+        "clip_frac_high": high,
+        "entropy_clip_cov": x.mean((x.logprobs - logprob) * (retained - kept)),
+        "num_tokens": x.count,
     }

@@ -19,7 +19,6 @@ from bapo_kernels.head.rows import Selection
 def one_pass(head: Head, batch: Batch, capacity: int) -> PolicyLossOutput:
     problem, options = head.problem, batch.options
     selection = problem.selection
-    bias_trains = head.bias is not None and head.bias.requires_grad
     backend = cast(KeepingBackend, head.backend)  # the choice of the engine saw to it
 
     def early(number: Tensor, stats: Statistics) -> tuple[Coefficients, Tensor]:
@@ -37,7 +36,7 @@ def one_pass(head: Head, batch: Batch, capacity: int) -> PolicyLossOutput:
 
     run = OnePass(
         *(problem, backend, head.hidden, head.weight, head.bias),
-        needs=(head.hidden.requires_grad, head.weight.requires_grad, bias_trains),
+        needs=head.needs,
         entropy=options.entropy_coef != 0,
         capacity=capacity,
     )
@@ -49,7 +48,8 @@ def one_pass(head: Head, batch: Batch, capacity: int) -> PolicyLossOutput:
     with torch.no_grad():
         final = coefficients(problem.padding, stats, g_logprobs, g_entropy if options.entropy_coef != 0 else None)
         sums = run.finish(final, head.budget)
-    loss = _Known.apply(out.loss.detach(), selection, problem.spec.vocab_size, head.hidden, head.weight, head.bias, sums)
+    inputs = (head.hidden, head.bias, *head.weight.parts)
+    loss = _Known.apply(out.loss.detach(), selection, problem.spec.vocab_size, sums, *inputs)
     return out._replace(loss=loss)
 
 
@@ -66,11 +66,11 @@ class _Known(torch.autograd.Function):
     """A loss with its gradients."""
 
     @staticmethod
-    def forward(ctx, loss: Tensor, selection: Selection, vocab_size: int, hidden, weight, bias, sums: Gradients):
+    def forward(ctx, loss: Tensor, selection: Selection, vocab_size: int, sums: Gradients, *inputs: Tensor | None):
         ctx.selection, ctx.vocab_size = selection, vocab_size
-        ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
         # Saved as any function saves its tensors: autograd frees them with the graph, and may keep them elsewhere.
-        ctx.save_for_backward(sums.hidden, sums.weight, sums.bias)
+        ctx.save_for_backward(sums.hidden, sums.bias, *sums.weight)
         return loss.clone()
 
     @staticmethod
@@ -89,7 +89,7 @@ class _Known(torch.autograd.Function):
                 if t is not None:
                     t[: ctx.vocab_size].mul_(upstream)
         given = (None if t is None else t.to(dtype) for t, dtype in zip(gradients, ctx.dtypes, strict=True))
-        return None, None, None, *given, None
+        return None, None, None, None, *given
 
 
 def _graph_is_kept() -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
 from bapo_kernels import aggregation as agg
@@ -69,6 +70,12 @@ class Recorded:
     ref_logprobs: Tensor | None
     topk_ids: Tensor | None  # layout + (K,)
     topk_logprobs: Tensor | None  # the sampler's
+
+    def clean(self, active: Tensor, dtype: torch.dtype) -> "Recorded":
+        """In `dtype`, and 0 where the token does not count; what is recorded at top-k ids is left to `make_topk`."""
+        names = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+        given = ((name, getattr(self, name)) for name in names)
+        return replace(self, **{name: torch.where(active, t.to(dtype), 0.0) for name, t in given if t is not None})
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Recorded":
         given = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -1,5 +1,7 @@
 """The public functions of the policy loss: from log-probs, or straight from hidden states."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -131,7 +133,7 @@ def policy_loss(
 @torch.compiler.disable
 def linear_policy_loss(
     hidden: Tensor,  # (B, T, D) or (N, D)
-    weight: Tensor,  # (V, D)
+    weight: Tensor | Sequence[Tensor],  # (V, D)
     targets: Tensor,  # (B, T) or (N,)
     advantages: Tensor,  # layout, (B,), (B, 1) or (S,)
     *,

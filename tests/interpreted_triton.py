@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.head import chunked
-from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics, accumulation_dtype
+from bapo_kernels.head.chunked import Coefficients, LogitSpec, Needs, Rows, Slice, State, Statistics, Weight
 from bapo_kernels.head.eager import GemmBackend, TorchEpilogues
+from bapo_kernels.head.precision import accumulation_dtype
 from bapo_kernels.head.triton.backend import INTERPRETED, TritonBackend
 from bapo_kernels.head.triton.configs import Config
 
@@ -298,10 +299,11 @@ def test_in_the_driver():
     p = make(case)
     both = []
     for backend in (TRITON, TORCH):
-        budget = 1 << 20
-        stats = chunked.forward(backend, p.rows, p.weight, p.bias, case.spec, True, budget)
+        budget, needs = 1 << 20, Needs(hidden=True, weight=(True,), bias=True)
+        weight = Weight.of(p.weight)
+        stats = chunked.forward(backend, p.rows, weight, p.bias, case.spec, True, budget)
         coef = Coefficients(p.coef.probability.float(), p.coef.entropy.float(), p.coef.picked.float())
-        grads = chunked.backward(backend, p.rows, stats, coef, p.weight, p.bias, case.spec, (True, True, True), budget)
-        both.append((stats.logprobs, stats.entropy, grads.hidden, grads.weight, grads.bias))
+        grads = chunked.backward(backend, p.rows, stats, coef, weight, p.bias, case.spec, needs, budget)
+        both.append((stats.logprobs, stats.entropy, grads.hidden, *grads.weight, grads.bias))
     for got, want in zip(*both, strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)

@@ -1,5 +1,6 @@
 """The public functions of the head: validation, choice of the backend, and the shape of the answer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from bapo_kernels.checks import check_flag
 from bapo_kernels.head import autograd, reference
 from bapo_kernels.head.backends import choose, resolve_budget
-from bapo_kernels.head.chunked import Backend
+from bapo_kernels.head.chunked import Backend, Needs, Weight
 from bapo_kernels.head.inputs import Problem, head_problem
 
 
@@ -27,14 +28,14 @@ class Head:
     backend: Backend | None  # None: the reference
     budget: int  # bytes
     hidden: Tensor  # (N, D)
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
 
     @classmethod
     def of(
         cls,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | Sequence[Tensor],
         targets: Tensor,
         *,
         backend: str,
@@ -44,11 +45,21 @@ class Head:
     ) -> "Head":
         if tp_group is not None:
             raise ValueError("tp_group: vocabulary shards are not supported in this version; gather the weight")
-        problem = head_problem(hidden, weight, targets, **given)
+        parts = Weight.of(weight)
+        problem = head_problem(hidden, parts, targets, **given)
         chosen, budget = choose(backend, hidden.device), resolve_budget(memory_budget)
         return cls(
-            problem, chosen, budget, hidden.reshape(problem.layout.numel(), hidden.shape[-1]), weight, given["bias"]
+            problem, chosen, budget, hidden.reshape(problem.layout.numel(), hidden.shape[-1]), parts, given["bias"]
         )
+
+    @property
+    def needs(self) -> Needs:
+        """Which of hidden, weight and bias want a gradient of this call."""
+
+        def wanted(t: Tensor | None) -> bool:
+            return t is not None and t.requires_grad and torch.is_grad_enabled()
+
+        return Needs(wanted(self.hidden), tuple(map(wanted, self.weight.parts)), wanted(self.bias))
 
     def statistics(self, entropy: bool, frozen: bool = False) -> TokenStatistics:
         if self.backend is None:
@@ -71,7 +82,7 @@ class Head:
 @torch.compiler.disable  # the driver's in-place loop: a compiled model calls it between its graphs
 def linear_logprobs(
     hidden: Tensor,  # (..., D)
-    weight: Tensor,  # (V, D)
+    weight: Tensor | Sequence[Tensor],  # (V, D)
     targets: Tensor,  # (...)
     *,
     bias: Tensor | None = None,  # (V,)
@@ -96,7 +107,8 @@ def linear_logprobs(
 
     Args:
         hidden: states before the head, any floating dtype and any leading shape.
-        weight: the head's weight in `nn.Linear` layout.
+        weight: the head's weight in `nn.Linear` layout; or a tuple of tensors (V, D_i) that stand for torch.cat(weight, 1), which is not
+            made, each with a gradient of its own: `(frozen, lora_B)` with hidden states `cat([h, scaling * h @ lora_A.T], -1)`.
         targets: integer ids in [0, vocab_size).
         mask: which tokens count (bool or 0-1). A masked row, or one whose target is `ignore_index`, is as if absent: nothing it
             holds reaches a result; its outputs are 0 and its gradient exactly 0.

@@ -1,5 +1,6 @@
 """The one autograd path of the head: select rows, run the driver, put the results back. Shared by all backends."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -7,7 +8,16 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.head import chunked, frozen
-from bapo_kernels.head.chunked import Backend, Coefficients, Gradients, KeepingBackend, Rows, Statistics
+from bapo_kernels.head.chunked import (
+    Backend,
+    Coefficients,
+    Gradients,
+    KeepingBackend,
+    Needs,
+    Rows,
+    Statistics,
+    Weight,
+)
 from bapo_kernels.head.inputs import Problem
 from bapo_kernels.head.rows import Selection
 
@@ -21,9 +31,9 @@ class Call:
     budget: int  # bytes
 
 
-def run(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def run(call: Call, hidden: Tensor, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """hidden (N, D) -> log-probs at the ids (N, P) and entropy (N,) or None; 0 in rows that do not count."""
-    return _Head.apply(call, hidden, weight, bias)
+    return _Head.apply(call, hidden, bias, *weight.parts)
 
 
 def refuse_second_derivatives() -> None:
@@ -46,17 +56,21 @@ def coefficients(
     return Coefficients.of(picked, None if g_entropy is None else g_entropy.to(stats.max.dtype).contiguous())
 
 
-def placed(
-    sums: Gradients, rows: Selection, hidden: Tensor, bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden (N, D), weight and bias, in their dtypes, from those of `rows` of hidden."""
+def placed(sums: Gradients, rows: Selection, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of hidden (N, D), bias and the parts of the weight, in their dtypes, from those of `rows` of hidden."""
     d_hidden = None if sums.hidden is None else rows.put(sums.hidden.to(hidden.dtype))
-    return d_hidden, sums.weight, None if sums.bias is None or bias is None else sums.bias.to(bias.dtype)
+    return d_hidden, None if sums.bias is None or bias is None else sums.bias.to(bias.dtype), *sums.weight
+
+
+def zeros(ctx, *inputs: Tensor | None) -> Iterator[Tensor | None]:
+    """Gradients of 0 for the inputs after the first that want one."""
+    for t, need in zip(inputs, ctx.needs_input_grad[1:], strict=True):
+        yield torch.zeros_like(t) if need and t is not None else None
 
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None):
+    def forward(ctx, call: Call, hidden: Tensor, bias: Tensor | None, *parts: Tensor):
         problem = call.problem
         selection, slope = problem.selection, None  # d logprob / d hidden
         rows = Rows(selection.take(hidden), problem.ids, problem.inv_temperature)
@@ -64,14 +78,14 @@ class _Head(torch.autograd.Function):
             empty = hidden.new_zeros(0, dtype=problem.dtype)
             stats = Statistics(empty, empty, empty if call.entropy else None, empty.reshape(problem.ids.shape))
         else:
-            arguments = (rows, weight, bias, problem.spec, call.entropy, call.budget)
+            arguments = (rows, Weight(parts), bias, problem.spec, call.entropy, call.budget)
             if call.frozen:
                 stats, slope = frozen.forward(cast(KeepingBackend, call.backend), *arguments)
             else:
                 stats = chunked.forward(call.backend, *arguments)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, slope, stats.max, stats.log_sum, stats.entropy, stats.picked)
+        ctx.save_for_backward(hidden, bias, slope, stats.max, stats.log_sum, stats.entropy, stats.picked, *parts)
         logprobs = stats.logprobs.masked_fill(problem.padding, 0.0)
         return selection.put(logprobs), None if stats.entropy is None else selection.put(stats.entropy)
 
@@ -80,9 +94,9 @@ class _Head(torch.autograd.Function):
         refuse_second_derivatives()
         call: Call = ctx.call
         problem, counted = call.problem, call.problem.selection
-        hidden, weight, bias, slope, *saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:]
-        stats = Statistics(*saved)
+        hidden, bias, slope, *saved = ctx.saved_tensors
+        stats, weight = Statistics(*saved[:4]), Weight(tuple(saved[4:]))
+        needs = Needs(ctx.needs_input_grad[1], ctx.needs_input_grad[3:], ctx.needs_input_grad[2])
 
         if g_logprobs is not None:
             g_logprobs = counted.take(g_logprobs)
@@ -91,14 +105,14 @@ class _Head(torch.autograd.Function):
         coef = coefficients(problem.padding, stats, g_logprobs, g_entropy)
         if slope is not None and (coef.entropy is None or not bool((coef.entropy != 0).any())):
             g = coef.probability[:, None]
-            return None, counted.put(torch.where(g == 0, 0.0, g * slope).to(hidden.dtype)), None, None
+            d_hidden = counted.put(torch.where(g == 0, 0.0, g * slope).to(hidden.dtype))
+            return None, d_hidden, None, *(None for _ in weight.parts)
         inner = Selection.of(coef.wanted())
         if inner.mask is not None:  # rows cannot be compacted: those without a gradient have coefficients of 0
             inner = Selection(inner.total)
         outer = counted.then(inner)
         if outer.rows == 0:
-            given = zip((hidden, weight, bias), needs, strict=True)
-            return None, *(torch.zeros_like(t) if need else None for t, need in given)
+            return None, *zeros(ctx, hidden, bias, *weight.parts)
 
         inv_temperature = None if problem.inv_temperature is None else inner.take(problem.inv_temperature)
         rows = Rows(outer.take(hidden), inner.take(problem.ids), inv_temperature)

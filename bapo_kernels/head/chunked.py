@@ -7,10 +7,10 @@ ever [N, V]: what lives at once is one tile of (rows of a block) x (columns of a
 Rows are what `autograd.py` selected: forward only rows that count, backward only rows that have a gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
-from typing import Protocol, Self
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,33 @@ class LogitSpec:
     vocab_size: int
     scale: float = 1.0
     softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The head's weight as tensors (V, D_i) side by side: what torch.cat(parts, 1) would be, which is made for some rows at a time."""
+
+    parts: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, given: Tensor | Sequence[Tensor]) -> "Weight":
+        """From the argument of a public function."""
+        return cls(tuple(given) if isinstance(given, tuple | list) else (cast(Tensor, given),))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.parts[0].shape[0], sum(p.shape[1] for p in self.parts)
+
+    @property
+    def columns(self) -> list[slice]:
+        """Of each part."""
+        edges = [0, *accumulate(p.shape[1] for p in self.parts)]
+        return [slice(a, b) for a, b in pairwise(edges)]
+
+    def rows(self, which: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """In the dtype given, or, of one part, as they are."""
+        chosen = [p[which] if dtype is None else p[which].to(dtype) for p in self.parts]
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen, 1)
 
 
 @dataclass
@@ -118,21 +145,31 @@ class Coefficients(_PerRow):
         return wanted if self.entropy is None else wanted | (self.entropy != 0)
 
 
+class Needs(NamedTuple):
+    """Which of them want a gradient."""
+
+    hidden: bool
+    weight: tuple[bool, ...]  # one for each part
+    bias: bool
+
+
 @dataclass
 class Gradients:
-    """Sums in the accumulation dtype, where they are wanted; `weight` may have the weight's own, being written once for each slice."""
+    """Sums in the accumulation dtype, where they are wanted; those of the weight may have its own, being written once for each slice."""
 
     hidden: Tensor | None  # (n, D)
-    weight: Tensor | None  # (V, D)
+    weight: tuple[Tensor | None, ...]  # (V, D_i), one for each part
     bias: Tensor | None  # (V,)
 
-    def add(self, part: "Slice", dz: Tensor, hidden: Tensor, rows: slice, out: Tensor | None, beta: float) -> None:
-        """What dz (b, w) gives, the gradient of the products of `hidden` (b, D) with `part`; all in the accumulation dtype. `out` (w, D)
-        is where d_weight of the slice goes, added to beta times what it holds."""
+    def add(
+        self, part: "Slice", dz: Tensor, hidden: Tensor, rows: slice, outs: "list[tuple[Tensor, slice]]", beta: float
+    ) -> None:
+        """What dz (b, w) gives, the gradient of the products of `hidden` (b, D) with `part`; all in the accumulation dtype. Of `outs`, each
+        is where d_weight (w, D_i) of some columns goes, added to beta times what it holds."""
         if self.hidden is not None:
             self.hidden[rows].addmm_(dz, part.weight)
-        if out is not None:
-            torch.addmm(out, dz.t(), hidden, beta=beta, out=out)
+        for out, columns in outs:
+            torch.addmm(out, dz.t(), hidden[:, columns], beta=beta, out=out)
         if self.bias is not None:
             self.bias[part.first : part.last] += dz.sum(0)
 
@@ -180,10 +217,11 @@ def slice_edges(vocab_size: int, hidden_size: int) -> list[int]:
     return [min(units * i // count * unit, vocab_size) for i in range(count + 1)]
 
 
-def slices(weight: Tensor, bias: Tensor | None, edges: list[int], acc: torch.dtype, native: bool) -> Iterator[Slice]:
+def slices(weight: Weight, bias: Tensor | None, edges: list[int], acc: torch.dtype, native: bool) -> Iterator[Slice]:
+    as_it_is = native and len(weight.parts) == 1
     for first, last in pairwise(edges):
-        w = weight[first:last]
-        yield Slice(w if native else w.to(acc), None if bias is None else bias[first:last].to(acc).contiguous(), first)
+        w = weight.rows(slice(first, last), None if as_it_is else acc)
+        yield Slice(w, None if bias is None else bias[first:last].to(acc).contiguous(), first)
 
 
 def row_blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
@@ -202,11 +240,11 @@ def pad(t: Tensor) -> Tensor:
 
 
 def forward(
-    backend: Backend, rows: Rows, weight: Tensor, bias: Tensor | None, spec: LogitSpec, entropy: bool, budget: int
+    backend: Backend, rows: Rows, weight: Weight, bias: Tensor | None, spec: LogitSpec, entropy: bool, budget: int
 ) -> Statistics:
     """Statistics of every row of `rows` over the whole vocabulary."""
     n, device = rows.hidden.shape[0], rows.hidden.device
-    acc = accumulation_dtype(rows.hidden, weight, bias)
+    acc = accumulation_dtype(rows.hidden, *weight.parts, bias)
     if not backend.native_dtypes:
         rows = replace(rows, hidden=rows.hidden.to(acc))
     rows = rows.map(pad)
@@ -233,10 +271,10 @@ def backward(
     rows: Rows,
     stats: Statistics,
     coef: Coefficients,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     spec: LogitSpec,
-    needs: tuple[bool, bool, bool],
+    needs: Needs,
     budget: int,
     add_to: Gradients | None = None,
 ) -> Gradients:
@@ -244,45 +282,48 @@ def backward(
 
     d_weight is written once for each slice, from a sum in the accumulation dtype; d_hidden sums over slices in that dtype. With
     `add_to`, those of weight and bias are added to what is there, in the accumulation dtype."""
-    need_hidden, need_weight, need_bias = needs
     n, hidden_size = rows.hidden.shape
-    device, acc = rows.hidden.device, accumulation_dtype(rows.hidden, weight, bias)
+    device, acc = rows.hidden.device, accumulation_dtype(rows.hidden, *weight.parts, bias)
     # The same rows as in the forward make the same logits, so they are padded alike; a padded row has no gradient.
     rows, stats, coef = rows.map(pad), stats.map(pad), coef.map(pad)
     total = rows.hidden.shape[0]
     coef.rows(slice(n, total)).map(Tensor.zero_)
-    hidden_acc = rows.hidden.to(acc) if need_weight or not backend.native_dtypes else rows.hidden
+    hidden_acc = rows.hidden.to(acc) if any(needs.weight) or not backend.native_dtypes else rows.hidden
     if not backend.native_dtypes:
         rows = replace(rows, hidden=hidden_acc)
+    beta = 0.0 if add_to is None else 1.0
     if add_to is None:
-        d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_weight else None
-        d_bias = torch.zeros(weight.shape[0], dtype=acc, device=device) if need_bias else None
-        add_to = Gradients(None, d_weight, d_bias)
-        beta = 0.0
-    else:
-        beta = 1.0
-    d_hidden = torch.zeros(total, hidden_size, dtype=acc, device=device) if need_hidden else None
-    sums = replace(add_to, hidden=d_hidden)
+        d_weight = tuple(
+            torch.empty_like(p) if need else None for p, need in zip(weight.parts, needs.weight, strict=True)
+        )
+        add_to = Gradients(
+            None, d_weight, torch.zeros(weight.shape[0], dtype=acc, device=device) if needs.bias else None
+        )
+    sums = replace(add_to, hidden=torch.zeros(total, hidden_size, dtype=acc, device=device) if needs.hidden else None)
     edges = slice_edges(spec.vocab_size, hidden_size)
-    columns = max(b - a for a, b in pairwise(edges))
-    blocks = row_blocks(total, backend.tiles[1] * columns * acc.itemsize, budget)
-    tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
-    rounded = sums.weight is not None and sums.weight.dtype != acc
-    scratch = torch.empty(columns, hidden_size, dtype=acc, device=device) if rounded else None
+    width = max(b - a for a, b in pairwise(edges))
+    blocks = row_blocks(total, backend.tiles[1] * width * acc.itemsize, budget)
+    tile = torch.empty(max(b.stop - b.start for b in blocks) * width, dtype=acc, device=device)
+    # d_weight of a slice is summed up in `acc`: in its place, or, where that has fewer bits, beside it.
+    trained = [(d, columns) for d, columns in zip(sums.weight, weight.columns, strict=True) if d is not None]
+    beside = [None if d.dtype == acc else torch.empty(width, d.shape[1], dtype=acc, device=device) for d, _ in trained]
     with full_precision(device.type):
         for part in slices(weight, bias, edges, acc, backend.native_dtypes):
-            wide = replace(part, weight=part.weight.to(acc)) if need_hidden else part
-            target = None if sums.weight is None else sums.weight[part.first : part.last]
-            out = target if scratch is None else scratch[: part.weight.shape[0]]
+            wide = replace(part, weight=part.weight.to(acc)) if needs.hidden else part
+            outs = [
+                (d[part.first : part.last] if scratch is None else scratch[: part.weight.shape[0]], columns)
+                for (d, columns), scratch in zip(trained, beside, strict=True)
+            ]
             for i, block in enumerate(blocks):
                 dz = tile_of(tile, block, part)
                 backend.dlogits(rows.rows(block), part, spec, stats.rows(block), coef.rows(block), dz)
-                sums.add(wide, dz, hidden_acc[block], block, out, beta=1.0 if i else beta)
-            if target is not None and scratch is not None:
-                target.copy_(scratch[: part.weight.shape[0]])
-    if sums.weight is not None:
-        sums.weight[spec.vocab_size :].zero_()
-    return replace(sums, hidden=None if d_hidden is None else d_hidden[:n])
+                sums.add(wide, dz, hidden_acc[block], block, outs, beta=1.0 if i else beta)
+            for (d, _), (out, _) in zip(trained, outs, strict=True):
+                if d.dtype != acc:
+                    d[part.first : part.last].copy_(out)
+    for d, _ in trained:
+        d[spec.vocab_size :].zero_()
+    return replace(sums, hidden=None if sums.hidden is None else sums.hidden[:n])
 
 
 def tile_of(buffer: Tensor, block: slice, part: Slice) -> Tensor:

@@ -6,6 +6,7 @@ Both logits of a column are needed at once, so a slice makes two tiles. The back
 the policy's logits is p - q.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -14,9 +15,18 @@ from torch import Tensor
 
 from bapo_kernels.checks import check_mask, shape_of
 from bapo_kernels.head import chunked
-from bapo_kernels.head.autograd import placed, refuse_second_derivatives
+from bapo_kernels.head.autograd import placed, refuse_second_derivatives, zeros
 from bapo_kernels.head.backends import choose, resolve_budget
-from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
+from bapo_kernels.head.chunked import (
+    Coefficients,
+    LogitSpec,
+    Needs,
+    Rows,
+    Slice,
+    State,
+    Statistics,
+    Weight,
+)
 from bapo_kernels.head.eager import FLOOR, logit_slope, logits_
 from bapo_kernels.head.inputs import check_head_tensors, inverse_temperature, logit_spec
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
@@ -26,9 +36,9 @@ from bapo_kernels.head.rows import Selection
 @torch.compiler.disable
 def linear_kl(
     hidden: Tensor,  # (..., D)
-    weight: Tensor,  # (V, D)
+    weight: Tensor | Sequence[Tensor],  # (V, D)
     rollout_hidden: Tensor,  # (..., D')
-    rollout_weight: Tensor,  # (V, D')
+    rollout_weight: Tensor | Sequence[Tensor],  # (V, D')
     *,
     bias: Tensor | None = None,  # (V,)
     rollout_bias: Tensor | None = None,  # (V,)
@@ -52,15 +62,16 @@ def linear_kl(
     """
     if tp_group is not None:
         raise ValueError("tp_group: vocabulary shards are not supported in this version; gather the weight")
-    check_head_tensors(hidden, weight, bias)
-    check_head_tensors(rollout_hidden, rollout_weight, rollout_bias, side="rollout_")
+    policy_weight, sampler_weight = Weight.of(weight), Weight.of(rollout_weight)
+    check_head_tensors(hidden, policy_weight, bias)
+    check_head_tensors(rollout_hidden, sampler_weight, rollout_bias, side="rollout_")
     layout, device = hidden.shape[:-1], hidden.device
     if rollout_hidden.shape[:-1] != layout or rollout_hidden.device != device:
         want = f"{(*layout, 'D')} on {device} to go with hidden {shape_of(hidden)}"
         raise ValueError(f"rollout_hidden must be {want}, got {shape_of(rollout_hidden)} on {rollout_hidden.device}")
-    if rollout_weight.shape[0] != weight.shape[0]:
-        want = f"({weight.shape[0]}, D) to go with weight {shape_of(weight)}"
-        raise ValueError(f"rollout_weight must have shape {want}, got {shape_of(rollout_weight)}")
+    if sampler_weight.shape[0] != policy_weight.shape[0]:
+        want = f"({policy_weight.shape[0]}, D) to go with weight {policy_weight.shape}"
+        raise ValueError(f"rollout_weight must have shape {want}, got {sampler_weight.shape}")
     on_reference = choose(backend, device) is None
     rows = layout.numel()
     wanted = torch.ones(rows, dtype=torch.bool, device=device)
@@ -68,16 +79,21 @@ def linear_kl(
         check_mask(mask, tuple(layout), f"hidden {shape_of(hidden)}", device)
         wanted = mask.reshape(rows) != 0
     selection = Selection.of(wanted)
-    spec = logit_spec(weight, logit_scale, softcap, vocab_size)
-    acc = accumulation_dtype(hidden, weight, bias, rollout_hidden, rollout_weight, rollout_bias)
+    spec = logit_spec(policy_weight, logit_scale, softcap, vocab_size)
+    acc = accumulation_dtype(*(hidden, bias, rollout_hidden, rollout_bias), *policy_weight.parts, *sampler_weight.parts)
     inv_temperature = inverse_temperature(temperature, layout, selection, acc, device)
-    sampler = Sampler(rollout_weight.detach(), None if rollout_bias is None else rollout_bias.detach(), spec, acc)
+    sampler = Sampler(
+        Weight(tuple(p.detach() for p in sampler_weight.parts)),
+        None if rollout_bias is None else rollout_bias.detach(),
+        spec,
+        acc,
+    )
     flat = hidden.reshape(rows, hidden.shape[-1])
     flat_rollout = rollout_hidden.detach().reshape(rows, rollout_hidden.shape[-1])
     call = Call(sampler, selection, inv_temperature, spec, acc, resolve_budget(None))
     if on_reference:
-        return _reference(call, flat, weight, bias, flat_rollout).reshape(layout)
-    return _Divergence.apply(call, flat, weight, bias, flat_rollout).reshape(layout)
+        return _reference(call, flat, policy_weight, bias, flat_rollout).reshape(layout)
+    return _Divergence.apply(call, flat, bias, flat_rollout, *policy_weight.parts).reshape(layout)
 
 
 @dataclass
@@ -93,7 +109,7 @@ class PairRows(Rows):
 class Sampler:
     """The sampler's head, and the driver's backend that it makes."""
 
-    weight: Tensor  # (V, D')
+    weight: Weight  # (V, D')
     bias: Tensor | None
     spec: LogitSpec
     dtype: torch.dtype
@@ -103,7 +119,7 @@ class Sampler:
     tiles = (4, 6)
 
     def logits(self, rows: PairRows, first: int, last: int) -> Tensor:
-        z = rows.rollout_hidden @ self.weight[first:last].to(self.dtype).t()
+        z = rows.rollout_hidden @ self.weight.rows(slice(first, last), self.dtype).t()
         bias = None if self.bias is None else self.bias[first:last].to(self.dtype)
         return logits_(z, bias, self.spec, rows.inv_temperature)
 
@@ -139,34 +155,35 @@ class Call:
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, rollout_hidden: Tensor):
+    def forward(ctx, call: Call, hidden: Tensor, bias: Tensor | None, rollout_hidden: Tensor, *parts: Tensor):
         rows = _rows(call, hidden, rollout_hidden)
-        kl, policy, sampler = _statistics(call, rows, weight, bias)
+        kl, policy, sampler = _statistics(call, rows, Weight(parts), bias)
         ctx.call = call
-        ctx.save_for_backward(hidden, weight, bias, rollout_hidden, *policy, *sampler)
+        ctx.save_for_backward(hidden, bias, rollout_hidden, *policy, *sampler, *parts)
         return call.selection.put(kl)
 
     @staticmethod
     def backward(ctx, g: Tensor):
         refuse_second_derivatives()
         call: Call = ctx.call
-        hidden, weight, bias, rollout_hidden, m, log_s, rollout_m, rollout_log_s = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:4]
+        hidden, bias, rollout_hidden, m, log_s, rollout_m, rollout_log_s, *parts = ctx.saved_tensors
+        weight = Weight(tuple(parts))
+        needs = Needs(ctx.needs_input_grad[1], ctx.needs_input_grad[4:], ctx.needs_input_grad[2])
         g = call.selection.take(g).to(call.dtype)
         inner = Selection.of(g != 0)
         if inner.mask is not None:  # rows cannot be compacted: those without a gradient have coefficients of 0
             inner = Selection(inner.total)
         outer = call.selection.then(inner)
         if outer.rows == 0:
-            given = zip((hidden, weight, bias), needs, strict=True)
-            return None, *(torch.zeros_like(t) if need else None for t, need in given), None
+            return None, *zeros(ctx, hidden, bias, rollout_hidden, *parts)
         rows = _rows(call, hidden, rollout_hidden).map(inner.take)
         rows = replace(rows, rollout_max=inner.take(rollout_m), rollout_log_sum=inner.take(rollout_log_s))
         none = rows.hidden.new_zeros(outer.rows, 0, dtype=call.dtype)
         stats = Statistics(inner.take(m), inner.take(log_s), None, none)
         coef = Coefficients(inner.take(g).contiguous(), None, none)
         sums = chunked.backward(call.sampler, rows, stats, coef, weight, bias, call.spec, needs, call.budget)
-        return None, *placed(sums, outer, hidden, bias), None
+        d_hidden, d_bias, *d_weight = placed(sums, outer, hidden, bias)
+        return None, d_hidden, d_bias, None, *d_weight
 
 
 def _rows(call: Call, hidden: Tensor, rollout_hidden: Tensor) -> PairRows:
@@ -175,7 +192,7 @@ def _rows(call: Call, hidden: Tensor, rollout_hidden: Tensor) -> PairRows:
     return PairRows(take(hidden).to(call.dtype), ids, call.inv_temperature, take(rollout_hidden).to(call.dtype))
 
 
-def _statistics(call: Call, rows: PairRows, weight: Tensor, bias: Tensor | None):
+def _statistics(call: Call, rows: PairRows, weight: Weight, bias: Tensor | None):
     """KL (n,), and maximum and log-sum of the policy's and of the sampler's logits."""
     n, acc = rows.hidden.shape[0], call.dtype
     if n:
@@ -213,10 +230,10 @@ def _statistics(call: Call, rows: PairRows, weight: Tensor, bias: Tensor | None)
     return kl[:n], policy, sampler
 
 
-def _reference(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, rollout_hidden: Tensor) -> Tensor:
+def _reference(call: Call, hidden: Tensor, weight: Weight, bias: Tensor | None, rollout_hidden: Tensor) -> Tensor:
     rows, vocab = _rows(call, hidden, rollout_hidden), call.spec.vocab_size
     with full_precision(hidden.device.type):
-        z = rows.hidden @ weight[:vocab].to(call.dtype).t()
+        z = rows.hidden @ weight.rows(slice(vocab), call.dtype).t()
         if bias is not None:
             z = z + bias[:vocab].to(call.dtype)
         z = z * call.spec.scale

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.head import chunked
-from bapo_kernels.head.chunked import Coefficients, KeepingBackend, LogitSpec, Rows, State, Statistics
+from bapo_kernels.head.chunked import Coefficients, KeepingBackend, LogitSpec, Rows, State, Statistics, Weight
 from bapo_kernels.head.eager import FLOOR
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
 
@@ -22,7 +22,7 @@ from bapo_kernels.head.precision import accumulation_dtype, full_precision
 def forward(
     backend: KeepingBackend,
     rows: Rows,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     spec: LogitSpec,
     entropy: bool,
@@ -30,7 +30,7 @@ def forward(
 ) -> tuple[Statistics, Tensor]:
     """Statistics of every row and u (n, D), for rows with one id each, the target."""
     n, device = rows.hidden.shape[0], rows.hidden.device
-    acc = accumulation_dtype(rows.hidden, weight, bias)
+    acc = accumulation_dtype(rows.hidden, *weight.parts, bias)
     rows = replace(rows, hidden=rows.hidden.to(acc)).map(chunked.pad)
     total = rows.hidden.shape[0]
     state, others = State.start(rows.ids, entropy, acc), torch.zeros_like(rows.hidden)
@@ -60,7 +60,7 @@ def forward(
     for block in blocks:
         ids = rows.ids[block, 0].clamp(0, spec.vocab_size - 1)
         u = others[block].div_(-state.sum[block, None])
-        u.addcmul_(own[block, None], weight[ids].to(acc))
+        u.addcmul_(own[block, None], weight.rows(ids, acc))
     return stats.rows(slice(0, n)), others[:n]
 
 

@@ -18,7 +18,7 @@ from bapo_kernels.checks import (
     shape_of,
     values_are_checked,
 )
-from bapo_kernels.head.chunked import LogitSpec
+from bapo_kernels.head.chunked import LogitSpec, Weight
 from bapo_kernels.head.precision import accumulation_dtype
 from bapo_kernels.head.rows import Selection
 
@@ -45,7 +45,7 @@ class Problem:
 
 def head_problem(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Weight,
     targets: Tensor,
     *,
     bias: Tensor | None,
@@ -83,36 +83,42 @@ def head_problem(
     if values_are_checked(device):
         _check_id_range("targets", ids[:, :1], spec.vocab_size)
         _check_id_range("topk_ids", ids[:, 1:].masked_fill(ids[:, 1:] == -1, 0), spec.vocab_size)
-    acc = accumulation_dtype(hidden, weight, bias)
+    acc = accumulation_dtype(hidden, *weight.parts, bias)
     inv_temperature = inverse_temperature(temperature, layout, selection, acc, device)
     return Problem(layout, selection, ids.contiguous(), topk_ids is not None, inv_temperature, spec, acc)
 
 
-def check_head_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = "") -> None:
+def check_head_tensors(hidden: Tensor, weight: Weight, bias: Tensor | None, side: str = "") -> None:
     """`side` goes before the names: "rollout_" for the other head of a divergence."""
     h, w, b = f"{side}hidden", f"{side}weight", f"{side}bias"
     check_tensor(h, hidden, None)
-    check_tensor(w, weight, hidden.device)
-    given = {h: hidden, w: weight}
-    if bias is not None:
-        check_tensor(b, bias, hidden.device)
-        given[b] = bias
-    for name, t in given.items():
-        check_floating(name, t)
+    check_floating(h, hidden)
     if hidden.dim() < 1:
         raise ValueError(f"{h} must have shape (..., D), got a scalar")
-    if weight.dim() == 1 or (weight.dim() == 2 and weight.shape[0] == 0):
-        shard = "is it a shard (ZeRO-3, FSDP)? Gather it before the call"
-        raise ValueError(f"{w} has shape {shape_of(weight)}, not (V, D): {shard}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        want = f"(V, {hidden.shape[-1]}) to go with {h} {shape_of(hidden)}"
-        raise ValueError(f"{w} must have shape {want}, got {shape_of(weight)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        want = f"({weight.shape[0]},) to go with {w} {shape_of(weight)}"
-        raise ValueError(f"{b} must have shape {want}, got {shape_of(bias)}")
+    if not weight.parts:
+        raise ValueError(f"{w} must be a tensor (V, D) or a tuple of tensors (V, D_i), got an empty one")
+    for i, part in enumerate(weight.parts):
+        name = w if len(weight.parts) == 1 else f"{w}[{i}]"
+        check_tensor(name, part, hidden.device)
+        check_floating(name, part)
+        if part.dim() == 1 or (part.dim() == 2 and part.shape[0] == 0):
+            shard = "is it a shard (ZeRO-3, FSDP)? Gather it before the call"
+            raise ValueError(f"{name} has shape {shape_of(part)}, not (V, D): {shard}")
+        if part.dim() != 2 or part.shape[0] != weight.parts[0].shape[0]:
+            vocab = weight.parts[0].shape[0] if i else "V"
+            raise ValueError(f"{name} must have shape ({vocab}, D), got {shape_of(part)}")
+    vocab, width = weight.shape
+    if width != hidden.shape[-1]:
+        shapes = " and ".join(shape_of(p) for p in weight.parts)
+        raise ValueError(f"{w} must have shape (V, {hidden.shape[-1]}) to go with {h} {shape_of(hidden)}, got {shapes}")
+    if bias is not None:
+        check_tensor(b, bias, hidden.device)
+        check_floating(b, bias)
+        if bias.shape != (vocab,):
+            raise ValueError(f"{b} must have shape ({vocab},) to go with {w} ({vocab}, {width}), got {shape_of(bias)}")
 
 
-def logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab_size: int | None) -> LogitSpec:
+def logit_spec(weight: Weight, logit_scale: float, softcap: float | None, vocab_size: int | None) -> LogitSpec:
     if not is_number(logit_scale):
         raise ValueError(f"logit_scale must be a finite number, got {logit_scale!r}")
     if softcap is not None and not (is_number(softcap) and softcap > 0):
@@ -121,7 +127,7 @@ def logit_spec(weight: Tensor, logit_scale: float, softcap: float | None, vocab_
         vocab_size = weight.shape[0]
     if not is_whole(vocab_size) or not 1 <= vocab_size <= weight.shape[0]:
         raise ValueError(
-            f"vocab_size must be an integer in [1, {weight.shape[0]}], the rows of weight {shape_of(weight)}, got {vocab_size!r}"
+            f"vocab_size must be an integer in [1, {weight.shape[0]}], the rows of weight {weight.shape}, got {vocab_size!r}"
         )
     return LogitSpec(int(vocab_size), float(logit_scale), None if softcap is None else float(softcap))
 

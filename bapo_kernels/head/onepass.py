@@ -22,10 +22,12 @@ from bapo_kernels.head.chunked import (
     Coefficients,
     Gradients,
     KeepingBackend,
+    Needs,
     Rows,
     Slice,
     State,
     Statistics,
+    Weight,
     pad,
 )
 from bapo_kernels.head.inputs import Problem
@@ -72,10 +74,10 @@ class OnePass:
         problem: Problem,
         backend: KeepingBackend,
         hidden: Tensor,  # (N, D)
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         *,
-        needs: tuple[bool, bool, bool],  # which of these want a gradient
+        needs: Needs,
         entropy: bool,  # whether the entropy has a coefficient
         capacity: int,  # rows whose products may be alive at once
     ):
@@ -92,11 +94,14 @@ class OnePass:
         self.used = Coefficients(zeros(n), zeros(n) if entropy else None, zeros(*ids))
         self.settled = torch.zeros(n, dtype=torch.bool, device=device)
         self.gradients = Gradients(
-            zeros(*hidden.shape) if needs[0] else None,
-            torch.empty(weight.shape, dtype=acc, device=device) if needs[1] else None,
-            zeros(weight.shape[0]) if needs[2] else None,
+            zeros(*hidden.shape) if needs.hidden else None,
+            tuple(
+                torch.empty(part.shape, dtype=acc, device=device) if need else None
+                for part, need in zip(weight.parts, needs.weight, strict=True)
+            ),
+            zeros(weight.shape[0]) if needs.bias else None,
         )
-        self.beta = 0.0  # d_weight holds nothing yet
+        self.needs, self.beta = needs, 0.0  # d_weight holds nothing yet
 
     def forward(self, early: EarlyCoefficients) -> Statistics:
         """Statistics of all rows; and on the way, the gradients of those that leave the pool."""
@@ -119,8 +124,8 @@ class OnePass:
         self.pool.keep(final.take(held).wanted().nonzero().squeeze(1))
         self._turn(first=0)
         del self.pool  # what follows has the budget for itself
-        if self.gradients.weight is not None:
-            self.gradients.weight[self.problem.spec.vocab_size if self.beta else 0 :].zero_()
+        for d, _ in self._trained():
+            d[self.problem.spec.vocab_size if self.beta else 0 :].zero_()
         self._correct(final, budget)
         return self.gradients
 
@@ -161,8 +166,8 @@ class OnePass:
             dz = tile[first : first + hidden.shape[0]]
             self.backend.turn(dz[:count], rows, part, self.problem.spec, stats, coef)
             dz[count:].zero_()
-            out = None if sums.weight is None else sums.weight[part.first : part.last]
-            sums.add(part, dz, hidden, slice(None), out, self.beta)
+            outs = [(d[part.first : part.last], columns) for d, columns in self._trained()]
+            sums.add(part, dz, hidden, slice(None), outs, self.beta)
         self.beta = 1.0
         self._add_to_hidden(number, sums)
 
@@ -177,13 +182,12 @@ class OnePass:
         number = differs.nonzero().squeeze(1)
         if number.shape[0] == 0:
             return
-        problem, wanted, stats = self.problem, self.gradients, self.stats.take(number)
+        problem, stats = self.problem, self.stats.take(number)
         missing = Coefficients.of(final.picked - self.used.picked, rest).take(number)
-        needs = (wanted.hidden is not None, wanted.weight is not None, wanted.bias is not None)
         sums = chunked.backward(
             self.backend,
-            *(self._rows(number), stats, missing, self.weight, self.bias, problem.spec, needs, budget),
-            add_to=wanted,
+            *(self._rows(number), stats, missing, self.weight, self.bias, problem.spec, self.needs, budget),
+            add_to=self.gradients,
         )
         self._add_to_hidden(number, sums)
 
@@ -193,6 +197,11 @@ class OnePass:
             self.gradients.hidden.index_add_(
                 0, number if index is None else index[number], sums.hidden[: number.shape[0]]
             )
+
+    def _trained(self) -> list[tuple[Tensor, slice]]:
+        """d_weight of the parts that want it, and their columns."""
+        pairs = zip(self.gradients.weight, self.weight.columns, strict=True)
+        return [(d, columns) for d, columns in pairs if d is not None]
 
     def _rows(self, number: Tensor) -> Rows:
         """Rows by their number among those that count."""

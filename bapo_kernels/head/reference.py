@@ -3,17 +3,18 @@
 import torch
 from torch import Tensor
 
+from bapo_kernels.head.chunked import Weight
 from bapo_kernels.head.inputs import Problem
 from bapo_kernels.head.precision import full_precision
 
 
 def run(
-    problem: Problem, entropy: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    problem: Problem, entropy: bool, hidden: Tensor, weight: Weight, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """hidden (N, D) -> log-probs at the ids (N, P) and entropy (N,) or None; 0 in rows that do not count."""
     selection, spec, acc = problem.selection, problem.spec, problem.dtype
     with full_precision(hidden.device.type):
-        z = selection.take(hidden).to(acc) @ weight[: spec.vocab_size].to(acc).t()
+        z = selection.take(hidden).to(acc) @ weight.rows(slice(spec.vocab_size), acc).t()
         if bias is not None:
             z = z + bias[: spec.vocab_size].to(acc)
         z = z * spec.scale

@@ -5,6 +5,7 @@ that do not count hold harmless ones, ratios cannot overflow.
 """
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -60,9 +61,21 @@ class Tokens:
     def log_ratio(self) -> Tensor:
         return self.logprobs - self.old_logprobs
 
-    @property
+    # With their graph, whatever the mode of whoever asks first: what is cached serves the loss too.
+    @cached_property
+    @torch.enable_grad()
+    def bounded_log_ratio(self) -> Tensor:
+        return bounded_log_ratio(self.log_ratio)
+
+    @cached_property
+    @torch.enable_grad()
     def ratio(self) -> Tensor:
-        return bounded_exp(self.log_ratio)
+        return self.bounded_log_ratio.exp()
+
+    @cached_property
+    def count(self) -> Tensor:
+        """0-d: the active tokens."""
+        return self.mask.sum()
 
     def sequence_sum(self, t: Tensor) -> Tensor:
         """Sum over the active tokens of each token's sequence, in the batch's layout."""
@@ -88,7 +101,12 @@ class Tokens:
 
     def mean(self, t: Tensor) -> Tensor:
         """Mean over active tokens; 0 if there are none."""
-        return self.active(t).sum() / self.mask.sum().clamp(min=1)
+        return self.active(t).sum() / self.count.clamp(min=1)
+
+    def means(self, *per_token: Tensor) -> tuple[Tensor, ...]:
+        """The mean of each, in one sum."""
+        rows = self.active(torch.stack(per_token)).flatten(1)
+        return (rows.sum(1) / self.count.clamp(min=1)).unbind()
 
 
 @dataclass(frozen=True)

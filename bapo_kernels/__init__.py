@@ -8,6 +8,7 @@ from bapo_kernels.environment import env_report
 from bapo_kernels.evaluation import PolicyLossOutput, TokenDetail
 from bapo_kernels.head.api import TokenStatistics, linear_logprobs
 from bapo_kernels.head.divergence import linear_kl
+from bapo_kernels.head.engines import Plan
 from bapo_kernels.losses import (
     BAPO,
     BPO,
@@ -32,6 +33,7 @@ from bapo_kernels.losses import (
 )  # fmt: skip
 from bapo_kernels.modules import LinearLogprobs, LinearPolicyLoss
 from bapo_kernels.objectives import exact_bpo_loss
+from bapo_kernels.planning import plan
 from bapo_kernels.policy import bapo_bounds, linear_policy_loss, policy_loss
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "LinearLogprobs",
     "LinearPolicyLoss",
     "MaskedIS",
+    "Plan",
     "PolicyLossOutput",
     "Reinforce",
     "ScoreCentering",
@@ -74,6 +77,7 @@ __all__ = [
     "linear_logprobs",
     "linear_policy_loss",
     "losses",
+    "plan",
     "policy_loss",
     "reference",
 ]

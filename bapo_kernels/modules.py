@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bapo_kernels.engines import check_engine
 from bapo_kernels.evaluation import PolicyLossOutput
 from bapo_kernels.head import backends
 from bapo_kernels.head.api import TokenStatistics, linear_logprobs
+from bapo_kernels.head.engines import check_engine
 from bapo_kernels.losses import Loss, resolve
 from bapo_kernels.options import PolicyOptions
 from bapo_kernels.policy import linear_policy_loss

@@ -26,9 +26,11 @@ def one_pass(head: Head, batch: Batch, capacity: int) -> PolicyLossOutput:
         padding = problem.padding[number]
         with torch.enable_grad():
             leaves = _leaves(stats, padding)
-            logprobs, entropy = leaves
-            x = part.tokens(logprobs[:, 0], logprobs[:, 1:] if problem.topk else None)
-            first, *others = (_gradients(part.terms(loss, x, entropy).total, leaves) for loss in options.loss.brackets)
+            logprobs, topk = leaves[0][:, 0], leaves[0][:, 1:] if problem.topk else None
+            first, *others = (
+                _gradients(part.terms(loss, part.tokens(logprobs, topk), leaves[1]).total, leaves)
+                for loss in options.loss.brackets
+            )
         settled = torch.ones_like(number, dtype=torch.bool)
         for other in others:
             settled &= (first[0] == other[0]).all(1) & (first[1] == other[1])

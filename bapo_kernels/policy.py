@@ -15,15 +15,16 @@ from bapo_kernels.checks import (
 )
 from bapo_kernels.controller import BapoBounds, find_bounds
 from bapo_kernels.corrections import Correction
-from bapo_kernels.engines import check_engine, choose, work_of
 from bapo_kernels.evaluation import Batch, PolicyLossOutput, evaluate
 from bapo_kernels.head.api import Head
+from bapo_kernels.head.engines import check_engine, choose
 from bapo_kernels.head.precision import accumulation_dtype
 from bapo_kernels.layout import Layout, layout_and_mask
 from bapo_kernels.losses import triton as fused
 from bapo_kernels.losses.base import Loss
 from bapo_kernels.onepass import one_pass
 from bapo_kernels.options import PolicyOptions, Recorded
+from bapo_kernels.planning import work_of
 
 
 @torch.compiler.disable

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from bapo_kernels.checks import check_flag
 from bapo_kernels.head import autograd, reference
-from bapo_kernels.head.backends import choose, resolve_budget
+from bapo_kernels.head.backends import choose as choose_backend
+from bapo_kernels.head.backends import resolve_budget
 from bapo_kernels.head.chunked import Backend, Needs, Weight
+from bapo_kernels.head.eager import GemmBackend
+from bapo_kernels.head.engines import Work, choose
 from bapo_kernels.head.inputs import Problem, head_problem
 
 
@@ -47,7 +50,7 @@ class Head:
             raise ValueError("tp_group: vocabulary shards are not supported in this version; gather the weight")
         parts = Weight.of(weight)
         problem = head_problem(hidden, parts, targets, **given)
-        chosen, budget = choose(backend, hidden.device), resolve_budget(memory_budget)
+        chosen, budget = choose_backend(backend, hidden.device), resolve_budget(memory_budget)
         return cls(
             problem, chosen, budget, hidden.reshape(problem.layout.numel(), hidden.shape[-1]), parts, given["bias"]
         )
@@ -61,7 +64,31 @@ class Head:
 
         return Needs(wanted(self.hidden), tuple(map(wanted, self.weight.parts)), wanted(self.bias))
 
-    def statistics(self, entropy: bool, frozen: bool = False) -> TokenStatistics:
+    def work(self, early: str | None) -> Work:
+        """What the choice of an engine looks at; `early`: why coefficients are not known in the forward, if so."""
+        problem, needs, tokens = self.problem, self.needs, self.hidden.shape[0]
+        if problem.selection.mask is not None:
+            early = "rows are not compacted while a CUDA graph is captured"
+        unmasked = problem.selection.rows / max(tokens, 1)
+        return Work(
+            tokens=tokens,
+            unmasked=unmasked,
+            active=unmasked,
+            hidden_size=self.weight.shape[1],
+            vocab_size=problem.spec.vocab_size,
+            dtype=problem.dtype,
+            narrow_hidden=self.hidden.dtype != problem.dtype,
+            narrow_weight=len(self.weight.parts) > 1 or self.weight.parts[0].dtype != problem.dtype,
+            hidden_grad=needs.hidden,
+            weight_grad=any(needs.weight) or needs.bias,
+            early=early,
+            topk=problem.topk,
+            tiles=max(getattr(self.backend, "tiles", (0,))),
+            keeps=isinstance(self.backend, GemmBackend),
+            budget=self.budget,
+        )
+
+    def statistics(self, entropy: bool, frozen: bool) -> TokenStatistics:
         if self.backend is None:
             logprobs, h = reference.run(self.problem, entropy, self.hidden, self.weight, self.bias)
         else:
@@ -145,4 +172,5 @@ def linear_logprobs(
         memory_budget=memory_budget,
     )
     check_flag("return_entropy", return_entropy)
-    return head.statistics(return_entropy)
+    engine = choose("auto", head.work(early="the gradients of log-probs come with the backward")).engine
+    return head.statistics(return_entropy, frozen=engine == "frozen")

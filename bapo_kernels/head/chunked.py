@@ -224,6 +224,11 @@ def slices(weight: Weight, bias: Tensor | None, edges: list[int], acc: torch.dty
         yield Slice(w, None if bias is None else bias[first:last].to(acc).contiguous(), first)
 
 
+def tile_budget(budget: int, held: int) -> int:
+    """Bytes for tiles of logits beside copies of rows, `held` bytes. Those may exceed the budget; some tile there has to be."""
+    return max(budget - held, budget // 8)
+
+
 def row_blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
     """Row blocks of nearly equal size whose tiles fit the budget. All rows in one block is fastest, and the rule at usual sizes."""
     units = -(-rows // ROW_UNIT)
@@ -252,7 +257,8 @@ def forward(
     state = State.start(rows.ids, entropy, acc)
     edges = slice_edges(spec.vocab_size, weight.shape[1])
     columns = max(b - a for a, b in pairwise(edges))
-    blocks = row_blocks(total, backend.tiles[0] * columns * acc.itemsize, budget)
+    copies = total * weight.shape[1] * acc.itemsize
+    blocks = row_blocks(total, backend.tiles[0] * columns * acc.itemsize, tile_budget(budget, copies))
     tile = (
         torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
         if backend.tiles[0]
@@ -302,7 +308,8 @@ def backward(
     sums = replace(add_to, hidden=torch.zeros(total, hidden_size, dtype=acc, device=device) if needs.hidden else None)
     edges = slice_edges(spec.vocab_size, hidden_size)
     width = max(b - a for a, b in pairwise(edges))
-    blocks = row_blocks(total, backend.tiles[1] * width * acc.itemsize, budget)
+    copies = 2 * total * hidden_size * acc.itemsize
+    blocks = row_blocks(total, backend.tiles[1] * width * acc.itemsize, tile_budget(budget, copies))
     tile = torch.empty(max(b.stop - b.start for b in blocks) * width, dtype=acc, device=device)
     # d_weight of a slice is summed up in `acc`: in its place, or, where that has fewer bits, beside it.
     trained = [(d, columns) for d, columns in zip(sums.weight, weight.columns, strict=True) if d is not None]

@@ -38,7 +38,8 @@ def forward(
     no_ids = rows.ids.new_zeros(total, 0)
     edges = chunked.slice_edges(spec.vocab_size, weight.shape[1])
     columns = max(b - a for a, b in pairwise(edges))
-    blocks = chunked.row_blocks(total, max(backend.tiles) * columns * acc.itemsize, budget)
+    copies = 2 * others.nbytes
+    blocks = chunked.row_blocks(total, max(backend.tiles) * columns * acc.itemsize, chunked.tile_budget(budget, copies))
     tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
     with full_precision(device.type):
         for part in chunked.slices(weight, bias, edges, acc, native=False):

@@ -1,4 +1,4 @@
-"""Which way a policy loss takes through the head, and what it costs there.
+"""Which way a call takes through the head, and what it costs there.
 
 A pass is one product of hidden states and weight, 2 N V D operations. Where a share m of the N tokens counts, and a has a gradient:
 
@@ -17,15 +17,13 @@ from typing import NamedTuple
 
 import torch
 
-from bapo_kernels.evaluation import Batch
-from bapo_kernels.head.api import Head
-from bapo_kernels.head.chunked import ROW_UNIT, slice_edges
-from bapo_kernels.head.eager import GemmBackend
-from bapo_kernels.options import PolicyOptions
+from bapo_kernels.head.chunked import ROW_UNIT, slice_edges, tile_budget
 
 ENGINES = ("auto", "recompute", "one-pass", "frozen")
 # Fewer rows than these in a product with the vocabulary, and reading the weight takes longer than the pass that is saved.
 MIN_ROWS = 128
+NEAR = 1.05  # of two engines with so nearly the same passes, the one that holds less
+TRAINED = "weight or bias requires a gradient"
 
 
 class Plan(NamedTuple):
@@ -56,7 +54,6 @@ class Work:
     weight_grad: bool  # or bias
     early: str | None  # why coefficients are not known token by token; None: they are
     topk: bool
-    entropy_grad: bool
     tiles: int  # of the backend
     keeps: bool  # the backend can keep products
     budget: int
@@ -92,61 +89,23 @@ class Work:
         return self.bytes(height, self.vocab_size + self.columns + 4 * d) + self.bytes(weight + hidden, d)
 
     def frozen_bytes(self) -> int:
-        """d logprob / d hidden, and the tile."""
-        return self.bytes(2 * self.counted, self.hidden_size) + self._tile_bytes(self.counted)
+        """d logprob / d hidden, a copy of the rows, and the tile."""
+        return self._looped(self.counted, 2)
 
     def recompute_bytes(self) -> int:
         """The tile, the rows that are picked out or widened, and their gradient before it is put in its place."""
-        rows = self.tokens * self.active
-        picked = self.active < 1 or self.narrow_hidden
-        return self._tile_bytes(rows) + self.bytes(2 * rows * picked, self.hidden_size)
+        rows = round(self.tokens * self.active)
+        picked = rows < self.tokens or self.narrow_hidden
+        return max(self.forward_bytes(), self._looped(rows, 2 * picked))
 
-    def _tile_bytes(self, rows: float) -> int:
-        tile = min(self.bytes(self.tiles * rows, self.columns), self.budget)
-        return tile + self.bytes(self.narrow_weight * 2 * self.columns, self.hidden_size)
+    def forward_bytes(self) -> int:
+        return self._looped(self.counted, int(self.counted < self.tokens or self.narrow_hidden))
 
-
-def work_of(head: Head, batch: Batch) -> Work:
-    """The work of a call."""
-    problem, options, tokens = head.problem, batch.options, head.hidden.shape[0]
-    needs = head.needs
-    weight_grad = any(needs.weight) or needs.bias
-    active = unmasked = problem.selection.rows / max(tokens, 1)
-    early = whole_batch_needed(options, batch.recorded.old_logprobs is not None)
-    if problem.selection.mask is not None:
-        early = "rows are not compacted while a CUDA graph is captured"
-    elif not weight_grad and options.kl_coef == 0 and options.entropy_coef == 0:
-        # Only then the choice hangs on it. A loss may give a gradient to tokens without an advantage, but few do.
-        active = int((batch.active & (batch.recorded.advantages != 0)).sum()) / max(tokens, 1)
-    return Work(
-        tokens=tokens,
-        unmasked=unmasked,
-        active=active,
-        hidden_size=head.weight.shape[1],
-        vocab_size=problem.spec.vocab_size,
-        dtype=problem.dtype,
-        narrow_hidden=head.hidden.dtype != problem.dtype,
-        narrow_weight=any(p.dtype != problem.dtype for p in head.weight.parts),
-        hidden_grad=needs.hidden,
-        weight_grad=weight_grad,
-        early=early,
-        topk=problem.topk,
-        entropy_grad=options.entropy_coef != 0,
-        tiles=max(getattr(head.backend, "tiles", (0,))),
-        keeps=isinstance(head.backend, GemmBackend),
-        budget=head.budget,
-    )
-
-
-def whole_batch_needed(options: PolicyOptions, old_given: bool) -> str | None:
-    """Why the coefficients of a token hang on other tokens; None: they do not, or only through what `Loss.brackets` has."""
-    if not options.loss.brackets:
-        return f"the coefficients of loss {options.loss} follow from the whole batch only"
-    if options.top_entropy is not None:
-        return "top_entropy chooses tokens from the whole batch"
-    if getattr(options.correction, "level", "token") == "sequence" and not old_given:
-        return f"without old_logprobs, the weights of {options.correction} hang on whole sequences"
-    return None
+    def _looped(self, rows: int, copies: int) -> int:
+        """Of a loop over slices of the vocabulary that holds so many copies of its rows."""
+        held = self.bytes(copies, rows, self.hidden_size)
+        tile = min(self.bytes(self.tiles, rows, self.columns), tile_budget(self.budget, held))
+        return tile + held + self.bytes(self.narrow_weight * 2 * self.columns, self.hidden_size)
 
 
 def choose(engine: str, work: Work) -> Plan:
@@ -157,7 +116,7 @@ def choose(engine: str, work: Work) -> Plan:
         raise ValueError(f"engine={engine!r} cannot serve this call: {reason}")
     m, a = work.unmasked, work.active
     if not work.trains:
-        return Plan("recompute", m, work._tile_bytes(work.counted), "no gradient is wanted")
+        return Plan("recompute", m, work.forward_bytes(), "no gradient is wanted")
     products = work.hidden_grad + work.weight_grad
     plans = {
         "recompute": Plan("recompute", m + (1 + products) * a, work.recompute_bytes(), ""),
@@ -173,8 +132,9 @@ def choose(engine: str, work: Work) -> Plan:
     if refusals["frozen"] is None and work.frozen_bytes() > work.budget:
         refusals["frozen"] = f"d logprob / d hidden takes more than memory_budget={work.budget}"
     served = [plan for name, plan in plans.items() if refusals.get(name) is None]
-    best = min(served, key=lambda plan: (plan.passes, plan.memory_bytes))
-    others = [f"{name}: {reason}" for name, reason in refusals.items() if reason]
+    fewest = min(plan.passes for plan in served)
+    best = min((plan for plan in served if plan.passes <= NEAR * fewest), key=lambda plan: plan.memory_bytes)
+    others = [f"{name}: {reason}" for name, reason in refusals.items() if reason and reason != TRAINED]
     return best._replace(reason="; ".join(["fewest passes", *others]))
 
 
@@ -194,7 +154,7 @@ def _refuse_frozen(work: Work) -> str | None:
     if not work.trains:
         return None
     if work.weight_grad:
-        return "weight or bias requires a gradient"
+        return TRAINED
     if work.topk:
         return "the loss reads log-probs of recorded ids"
     if not work.keeps:

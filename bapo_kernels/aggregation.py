@@ -46,16 +46,20 @@ def token_weights(
     dtype: torch.dtype,
 ) -> Tensor:
     """Weights in the batch's layout, 0 where `mask` is False."""
-    active = mask.to(dtype)
     if aggregation == "token-sum":
-        return active
-    lengths = layout.sequence_sum(active)
+        return mask.to(dtype)
+    counted = mask
+    if aggregation != "token-mean":
+        lengths = layout.sequence_sum(mask.to(dtype))
+        counted = lengths > 0
     if normalizer is None:
-        count = active.sum() if aggregation == "token-mean" else (lengths > 0).sum().to(dtype)
+        count = counted.sum(dtype=dtype)
+    elif isinstance(normalizer, Tensor):
+        count = normalizer.detach().to(dtype)
     else:
-        count = normalizer.detach().to(dtype) if isinstance(normalizer, Tensor) else active.new_full((), normalizer)
+        count = torch.full((), normalizer, dtype=dtype, device=mask.device)
     # By selection: a normalizer of 0 is right where no token is active, and infinite (never a plausible number) where one is.
-    weight = torch.where(mask, 1.0 / count, 0.0)
+    weight = torch.where(mask, count.reciprocal(), 0.0)
     if aggregation == "seq-mean-token-mean":
         weight = weight / layout.to_tokens(lengths.clamp(min=1.0))
     if max_length is not None:  # seq-mean-token-sum-norm, by `check`

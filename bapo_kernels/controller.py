@@ -40,7 +40,6 @@ def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
         weight = advantage.abs()
         if loss.weighting == "rollout":
             weight = weight * x.rollout_logprobs.double().flatten().exp()
-        active = x.mask.flatten()
         high = _grid(loss.c_high, loss.step_high, ratio.device)
         low = _grid(loss.c_low, loss.step_low, ratio.device)
         r = ratio[:, None]
@@ -48,29 +47,36 @@ def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
             positive, negative = torch.minimum(r, high), torch.maximum(r, low)
         else:
             positive, negative = torch.where(r <= high, r, 0.0), torch.where(r >= low, r, 0.0)
-        # Not <= 0, rather than > 0: an advantage of NaN is in both sums, and shows.
-        s_plus = torch.where(active & ~(advantage <= 0), weight, 0.0) @ positive
-        s_minus = torch.where(active & ~(advantage >= 0), weight, 0.0) @ negative
+        # Not "where A > 0": an advantage of NaN is in both sums, and shows. Where a token does not count, A = 0.
+        s_plus = torch.where(advantage <= 0, 0.0, weight) @ positive
+        s_minus = torch.where(advantage >= 0, 0.0, weight) @ negative
         if x.dp_group is not None:
             sums = torch.cat([s_plus, s_minus])
             torch.distributed.all_reduce(sums, group=x.dp_group)
             s_plus, s_minus = sums.split([high.numel(), low.numel()])
 
-        # The path of the search, as positions in the two grids.
-        n_high, n_low = high.numel(), low.numel()
-        first, second = (n_high, n_low) if loss.order == "high-first" else (n_low, n_high)
-        step = torch.arange(first + second - 1, device=ratio.device)
-        on_first, on_second = step.clamp(max=first - 1), (step - (first - 1)).clamp(min=0)
-        i_high, i_low = (on_first, on_second) if loss.order == "high-first" else (on_second, on_first)
+        uppers, lowers = torch.stack([high, s_plus]), torch.stack([low, s_minus])
+        if loss.order == "high-first":
+            uppers, lowers = _path(uppers, lowers)
+        else:
+            lowers, uppers = _path(lowers, uppers)
+        contribution = _contribution(loss.contribution, uppers[1], lowers[1])
+        # Points before the first that reaches the target; the last, if none does.
+        missed = (contribution[:-1] < loss.target).to(torch.int64).cumprod(0).sum()
+        both = (uppers[1, 0] != 0) & (lowers[1, 0] != 0)
+        # An index of one element, not of none: indexing by a 0-d tensor would read it on the host.
+        at = (missed * both).reshape(1)
+        c_high, positive, c_low, negative, contribution = (
+            torch.cat([uppers, lowers, contribution[None]])[:, at].squeeze(1).unbind()
+        )
+        return BapoBounds(c_low, c_high, contribution, positive, negative)
 
-        contribution = _contribution(loss.contribution, s_plus[i_high], s_minus[i_low])
-        # Points before the first that reaches the target.
-        missed = (contribution < loss.target).to(torch.int64).cumprod(0).sum()
-        at = missed.clamp(max=step.numel() - 1)
-        at = torch.where((s_plus[0] == 0) | (s_minus[0] == 0), 0, at).reshape(1)
-        # Indices of one element, not of none: indexing by a 0-d tensor would read it on the host.
-        found = (low[i_low[at]], high[i_high[at]], contribution[at], s_plus[i_high[at]], s_minus[i_low[at]])
-        return BapoBounds(*(t.squeeze(0) for t in found))
+
+def _path(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Values (..., n) on two grids, along the path that walks the first with the second at its start, then the second."""
+    m, n = first.shape[-1], second.shape[-1]
+    rest, start = first[..., -1:].expand(-1, n - 1), second[..., :1].expand(-1, m - 1)
+    return torch.cat([first, rest], -1), torch.cat([start, second], -1)
 
 
 def _grid(bounds: tuple[float | Tensor, float | Tensor], step: float, device: torch.device) -> Tensor:
@@ -89,5 +95,6 @@ def grid_size(bounds: tuple[float | Tensor, float | Tensor], step: float) -> int
 
 
 def _contribution(kind: str, positive: Tensor, negative: Tensor) -> Tensor:
-    total = {"share": positive + negative, "signed": (positive - negative).abs(), "ratio": negative}[kind]
-    return torch.where((positive == 0) & (negative == 0), 0.0, positive / total)
+    total = positive + negative
+    divisor = {"share": total, "signed": (positive - negative).abs(), "ratio": negative}[kind]
+    return torch.where(total == 0, 0.0, positive / divisor)

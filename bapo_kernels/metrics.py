@@ -29,16 +29,11 @@ def metrics(
 
 def _means(x: Tokens, clipped: Tensor | None) -> dict[str, Tensor]:
     """What depends on ratio, advantage, log-prob and clip flag only."""
-    clipped = torch.zeros_like(x.mask, dtype=torch.int8) if clipped is None else clipped
-    has_advantage, log_ratio = x.advantages != 0, x.bounded_log_ratio
-    retained = torch.where(clipped == 0, x.advantages, 0.0)
+    log_ratio = x.bounded_log_ratio
+    flag = torch.zeros_like(log_ratio) if clipped is None else clipped.to(log_ratio.dtype)
+    retained = torch.where(flag == 0, x.advantages, 0.0)
     ratio, approx_kl, low, high, logprob, kept = x.means(
-        x.ratio,
-        torch.expm1(log_ratio) - log_ratio,
-        (clipped < 0) & has_advantage,
-        (clipped > 0) & has_advantage,
-        x.logprobs,
-        retained,
+        x.ratio, torch.expm1(log_ratio) - log_ratio, (-flag).clamp(min=0), flag.clamp(min=0), x.logprobs, retained
     )
     return {
         "ratio_mean": ratio,

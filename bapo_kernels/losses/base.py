@@ -74,8 +74,8 @@ class Tokens:
 
     @cached_property
     def count(self) -> Tensor:
-        """0-d: the active tokens."""
-        return self.mask.sum()
+        """Number of active tokens, 0-d, in the dtype of the log-probs."""
+        return self.mask.sum(dtype=self.logprobs.dtype)
 
     def sequence_sum(self, t: Tensor) -> Tensor:
         """Sum over the active tokens of each token's sequence, in the batch's layout."""
@@ -123,7 +123,7 @@ class TokenLoss:
     """What a rule returns."""
 
     loss: Tensor  # per token, before aggregation
-    # int8: +1 stopped by the upper bound (or the dual clip), -1 by the lower, else 0; None: no token ever is.
+    # int8: +1 stopped by the upper bound (or the dual clip), -1 by the lower, else 0, as where A = 0; None: no token ever is.
     clipped: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)  # 0-d, detached
 

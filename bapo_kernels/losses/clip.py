@@ -27,9 +27,10 @@ def clipped_surrogate(
 ) -> TokenLoss:
     """The surrogate with bounds on the ratio (the token's, if not another is given): numbers, or tensors that broadcast over tokens."""
     ratio, advantage = x.ratio if ratio is None else ratio, x.advantages
-    upper = (advantage > 0) & (ratio > high)
-    lower = (advantage < 0) & (ratio < low)
-    used = torch.where(upper, high, torch.where(lower, low, ratio))
+    inside = ratio.detach().clamp(low, high)  # type: ignore[arg-type]
+    upper = (advantage > 0) & (ratio > inside)
+    lower = (advantage < 0) & (ratio < inside)
+    used = torch.where(upper | lower, inside, ratio)
     if dual_clip is not None:
         stopped = (advantage < 0) & (ratio > dual_clip)
         used = torch.where(stopped, dual_clip, used)

@@ -3,6 +3,7 @@
 `head/onepass.py` has what is V-sized. Here are the coefficients that it asks for, and the loss whose gradients are known.
 """
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -20,9 +21,11 @@ def one_pass(head: Head, batch: Batch, capacity: int) -> PolicyLossOutput:
     problem, options = head.problem, batch.options
     selection = problem.selection
     backend = cast(KeepingBackend, head.backend)  # the choice of the engine saw to it
+    # The coefficients of single rows hang on no other rank, and ranks may have different numbers of blocks.
+    alone = replace(batch, options=replace(options, dp_group=None))
 
     def early(number: Tensor, stats: Statistics) -> tuple[Coefficients, Tensor]:
-        part = batch.take(number if selection.index is None else selection.index[number])
+        part = alone.take(number if selection.index is None else selection.index[number])
         padding = problem.padding[number]
         with torch.enable_grad():
             leaves = _leaves(stats, padding)

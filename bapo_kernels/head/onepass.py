@@ -144,9 +144,11 @@ class OnePass:
         coef, settled = early(block, self.stats.take(block))
         self.used.put(block, coef.map(lambda t: t.masked_fill(~settled.view(-1, *(1,) * (t.dim() - 1)), 0.0)))
         self.settled[block] = settled
-        rows, half = self.pool.rows, self.pool.capacity // 2
+        # Of whole units: what the undecided leave has room for the next block.
+        rows, half = self.pool.rows, self.pool.capacity // (2 * ROW_UNIT) * ROW_UNIT
         settled = self.settled[rows]
-        undecided = (~settled).nonzero().squeeze(1)[-half:]
+        undecided = (~settled).nonzero().squeeze(1)
+        undecided = undecided[max(undecided.shape[0] - half, 0) :]
         ready = (settled & self.used.take(rows).wanted()).nonzero().squeeze(1)
         self.pool.keep(torch.cat([undecided, ready]))
         if self.pool.filled > half:

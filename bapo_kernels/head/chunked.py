@@ -8,7 +8,8 @@ Rows are what `autograd.py` selected: forward only rows that count, backward onl
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, Self, cast
 
@@ -69,19 +70,15 @@ class _PerRow:
     """Fields are contiguous tensors whose first axis is the row, or None."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        values = (getattr(self, f.name) for f in fields(self))
-        return type(self)(*(None if v is None else function(v) for v in values))
+        return type(self)(*(None if v is None else function(v) for v in vars(self).values()))
 
-    def rows(self, block: slice) -> Self:
-        return self.map(lambda t: t[block])
-
-    def take(self, which: Tensor) -> Self:
+    def rows(self, which: slice | Tensor) -> Self:
         return self.map(lambda t: t[which])
 
-    def put(self, which: Tensor, values: Self) -> None:
-        for f in fields(self):
-            if (into := getattr(self, f.name)) is not None:
-                into[which] = getattr(values, f.name)
+    def put(self, which: slice | Tensor, values: Self) -> None:
+        for into, value in zip(vars(self).values(), vars(values).values(), strict=True):
+            if into is not None:
+                into[which] = value
 
 
 @dataclass
@@ -206,7 +203,8 @@ class KeepingBackend(Backend, Protocol):
         """Overwrite the products `z` (n, w) with their gradient: what `dlogits` does, once they are there."""
 
 
-def slice_edges(vocab_size: int, hidden_size: int) -> list[int]:
+@cache
+def slice_edges(vocab_size: int, hidden_size: int) -> tuple[int, ...]:
     """Where slices begin and end: of nearly equal width, and a function of V and D alone, as then are the bits of a result."""
     columns = MAX_COLUMNS
     while columns > 2 * COLUMN_UNIT and columns * hidden_size > MAX_SLICE_ELEMENTS:
@@ -214,10 +212,12 @@ def slice_edges(vocab_size: int, hidden_size: int) -> list[int]:
     unit = min(COLUMN_UNIT, columns)
     units = -(-vocab_size // unit)
     count = -(-units // (columns // unit))
-    return [min(units * i // count * unit, vocab_size) for i in range(count + 1)]
+    return tuple(min(units * i // count * unit, vocab_size) for i in range(count + 1))
 
 
-def slices(weight: Weight, bias: Tensor | None, edges: list[int], acc: torch.dtype, native: bool) -> Iterator[Slice]:
+def slices(
+    weight: Weight, bias: Tensor | None, edges: Sequence[int], acc: torch.dtype, native: bool
+) -> Iterator[Slice]:
     as_it_is = native and len(weight.parts) == 1
     for first, last in pairwise(edges):
         w = weight.rows(slice(first, last), None if as_it_is else acc)

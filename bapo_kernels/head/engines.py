@@ -11,6 +11,7 @@ The unfused path pays 3, and 2 with a weight without gradient.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -66,14 +67,14 @@ class Work:
     def counted(self) -> int:
         return round(self.tokens * self.unmasked)
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return max(b - a for a, b in pairwise(slice_edges(self.vocab_size, self.hidden_size)))
 
     def bytes(self, *shape: float) -> int:
         return int(prod(shape) * self.dtype.itemsize)
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Rows whose products the one-pass engine can keep within the budget."""
         beside = self.one_pass_bytes(0)

@@ -1,6 +1,7 @@
 """Validation of the head's arguments, before any work, and their flat form: one row for each token."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Problem:
     spec: LogitSpec
     dtype: torch.dtype  # of logits, statistics and outputs
 
-    @property
+    @cached_property
     def padding(self) -> Tensor:
         """(n, P) True at padded ids. A target of -1 is not padding: it is invalid, and its log-prob must not be a number."""
         padding = self.ids == -1

@@ -9,7 +9,7 @@ end those of the whole batch, which are right by definition. Rows still in the p
 out to differ, or that had to leave the pool undecided, gets the difference from the ordinary backward, which makes its logits again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -43,12 +43,13 @@ EarlyCoefficients = Callable[[Tensor, Statistics], tuple[Coefficients, Tensor]]
 class Pool:
     """The products of up to `capacity` rows with the vocabulary, one contiguous tile for each slice."""
 
-    def __init__(self, capacity: int, edges: list[int], dtype: torch.dtype, device: torch.device):
+    def __init__(self, capacity: int, edges: Sequence[int], dtype: torch.dtype, device: torch.device):
         self.capacity = capacity
         height = capacity + ROW_UNIT  # the rows of a product are padded
         buffer = torch.empty(height * edges[-1], dtype=dtype, device=device)
         self.tiles = [buffer[height * a : height * b].view(height, b - a) for a, b in pairwise(edges)]
         self.rows = torch.empty(0, dtype=torch.int64, device=device)  # numbers of the rows at its places
+        self.in_order = True  # place i holds row i
 
     @property
     def filled(self) -> int:
@@ -60,10 +61,12 @@ class Pool:
 
     def keep(self, places: Tensor) -> None:
         """Only the rows at `places`, in that order."""
-        if bool((places != torch.arange(places.shape[0], device=places.device)).any()):
-            for tile in self.tiles:
-                tile[: places.shape[0]] = tile[places]
-        self.rows = self.rows[places]
+        count = places.shape[0]
+        if count == self.filled and bool((places == torch.arange(count, device=places.device)).all()):
+            return
+        for tile in self.tiles:
+            tile[:count] = tile[places]
+        self.rows, self.in_order = self.rows[places], False
 
 
 class OnePass:
@@ -110,38 +113,43 @@ class OnePass:
             left = n - start
             blocks = -(-left // self.pool.room)  # of nearly equal size
             stop = start + min(left, -(-left // (blocks * ROW_UNIT)) * ROW_UNIT)
-            block = torch.arange(start, stop, device=self.hidden.device)
-            self._fold(block)
+            self._fold(slice(start, stop))
             if stop < n:
-                self._make_room(block, early)
+                self._make_room(slice(start, stop), early)
             start = stop
         return self.stats
 
     def finish(self, final: Coefficients, budget: int) -> Gradients:
         """The gradients, given the coefficients of all rows."""
-        held = self.pool.rows
-        self.used.put(held, final.take(held))
-        self.pool.keep(final.take(held).wanted().nonzero().squeeze(1))
+        held, complete = self.pool.rows, self.pool.filled == self.problem.selection.rows
+        if complete:
+            self.used = final
+        else:
+            self.used.put(held, final.rows(held))
+        self.pool.keep(self.used.wanted()[held].nonzero().squeeze(1))
         self._turn(first=0)
         del self.pool  # what follows has the budget for itself
         for d, _ in self._trained():
             d[self.problem.spec.vocab_size if self.beta else 0 :].zero_()
-        self._correct(final, budget)
+        if not complete:
+            self._correct(final, budget)
         return self.gradients
 
-    def _fold(self, block: Tensor) -> None:
+    def _fold(self, block: slice) -> None:
         """Fold the rows `block` into their statistics; their products stay at the end of the pool."""
         rows, first = self._rows(block).map(pad), self.pool.filled
         state = State.start(rows.ids, True, self.problem.dtype)
         for part, tile in self._slices():
             self.backend.fold(rows, part, self.problem.spec, state, tile[first : first + rows.ids.shape[0]])
-        self.stats.put(block, state.rows(slice(0, block.shape[0])).statistics())
-        self.pool.rows = torch.cat([self.pool.rows, block])
+        self.stats.put(block, state.rows(slice(0, block.stop - block.start)).statistics())
+        number = torch.arange(block.start, block.stop, device=self.hidden.device)
+        self.pool.rows = torch.cat([self.pool.rows, number])
 
-    def _make_room(self, block: Tensor, early: EarlyCoefficients) -> None:
+    def _make_room(self, block: slice, early: EarlyCoefficients) -> None:
         """After the rows `block` came in: rows without a gradient go; the others, when they fill half of the pool. Undecided rows may
         wait in the other half."""
-        coef, settled = early(block, self.stats.take(block))
+        number = torch.arange(block.start, block.stop, device=self.hidden.device)
+        coef, settled = early(number, self.stats.rows(block))
         self.used.put(block, coef.map(lambda t: t.masked_fill(~settled.view(-1, *(1,) * (t.dim() - 1)), 0.0)))
         self.settled[block] = settled
         # Of whole units: what the undecided leave has room for the next block.
@@ -149,18 +157,20 @@ class OnePass:
         settled = self.settled[rows]
         undecided = (~settled).nonzero().squeeze(1)
         undecided = undecided[max(undecided.shape[0] - half, 0) :]
-        ready = (settled & self.used.take(rows).wanted()).nonzero().squeeze(1)
+        ready = (settled & self.used.wanted()[rows]).nonzero().squeeze(1)
         self.pool.keep(torch.cat([undecided, ready]))
         if self.pool.filled > half:
             self._turn(first=undecided.shape[0])
 
     def _turn(self, first: int) -> None:
         """Turn the products at places from `first` on into their gradient, use it, and free the places."""
-        number, self.pool.rows = self.pool.rows[first:], self.pool.rows[:first]
-        count = number.shape[0]
+        pool = self.pool
+        count = pool.filled - first
         if count == 0:
             return
-        rows, stats, coef = self._rows(number), self.stats.take(number), self.used.take(number)
+        number = slice(first, pool.filled) if pool.in_order else pool.rows[first:]
+        pool.rows, pool.in_order = pool.rows[:first], False
+        rows, stats, coef = self._rows(number), self.stats.rows(number), self.used.rows(number)
         hidden, sums = pad(rows.hidden), self.gradients
         if sums.hidden is not None:
             sums = replace(sums, hidden=torch.zeros_like(hidden))
@@ -171,7 +181,7 @@ class OnePass:
             outs = [(d[part.first : part.last], columns) for d, columns in self._trained()]
             sums.add(part, dz, hidden, slice(None), outs, self.beta)
         self.beta = 1.0
-        self._add_to_hidden(number, sums)
+        self._add_to_hidden(number, sums, count)
 
     def _correct(self, final: Coefficients, budget: int) -> None:
         """Add what is missing, or too much, where the coefficients used are not the final ones."""
@@ -184,34 +194,33 @@ class OnePass:
         number = differs.nonzero().squeeze(1)
         if number.shape[0] == 0:
             return
-        problem, stats = self.problem, self.stats.take(number)
-        missing = Coefficients.of(final.picked - self.used.picked, rest).take(number)
+        problem, stats = self.problem, self.stats.rows(number)
+        missing = Coefficients.of(final.picked - self.used.picked, rest).rows(number)
         sums = chunked.backward(
             self.backend,
             *(self._rows(number), stats, missing, self.weight, self.bias, problem.spec, self.needs, budget),
             add_to=self.gradients,
         )
-        self._add_to_hidden(number, sums)
+        self._add_to_hidden(number, sums, number.shape[0])
 
-    def _add_to_hidden(self, number: Tensor, sums: Gradients) -> None:
+    def _add_to_hidden(self, number: Tensor | slice, sums: Gradients, count: int) -> None:
         if self.gradients.hidden is not None and sums.hidden is not None:
-            index = self.problem.selection.index
-            self.gradients.hidden.index_add_(
-                0, number if index is None else index[number], sums.hidden[: number.shape[0]]
-            )
+            self.gradients.hidden[self._place(number)] += sums.hidden[:count]
 
     def _trained(self) -> list[tuple[Tensor, slice]]:
         """d_weight of the parts that want it, and their columns."""
         pairs = zip(self.gradients.weight, self.weight.columns, strict=True)
         return [(d, columns) for d, columns in pairs if d is not None]
 
-    def _rows(self, number: Tensor) -> Rows:
-        """Rows by their number among those that count."""
+    def _place(self, number: Tensor | slice) -> Tensor | slice:
+        """Where rows stand among all N, by their number among those that count."""
+        index = self.problem.selection.index
+        return number if index is None else index[number]
+
+    def _rows(self, number: Tensor | slice) -> Rows:
         problem = self.problem
-        index = problem.selection.index
-        hidden = self.hidden[number if index is None else index[number]].to(problem.dtype)
         inv_temperature = None if problem.inv_temperature is None else problem.inv_temperature[number]
-        return Rows(hidden, problem.ids[number], inv_temperature)
+        return Rows(self.hidden[self._place(number)].to(problem.dtype), problem.ids[number], inv_temperature)
 
     def _slices(self) -> Iterator[tuple[Slice, Tensor]]:
         parts = chunked.slices(self.weight, self.bias, self.edges, self.problem.dtype, native=False)

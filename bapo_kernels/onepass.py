@@ -26,7 +26,7 @@ def one_pass(head: Head, batch: Batch, capacity: int) -> PolicyLossOutput:
 
     def early(number: Tensor, stats: Statistics) -> tuple[Coefficients, Tensor]:
         part = alone.take(number if selection.index is None else selection.index[number])
-        padding = problem.padding[number]
+        padding = None if problem.padding is None else problem.padding[number]
         with torch.enable_grad():
             leaves = _leaves(stats, padding)
             logprobs, topk = leaves[0][:, 0], leaves[0][:, 1:] if problem.topk else None
@@ -58,9 +58,9 @@ def one_pass(head: Head, batch: Batch, capacity: int) -> PolicyLossOutput:
     return out._replace(loss=loss)
 
 
-def _leaves(stats: Statistics, padding: Tensor) -> tuple[Tensor, Tensor]:
+def _leaves(stats: Statistics, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     assert stats.entropy is not None
-    return stats.logprobs.masked_fill(padding, 0.0).requires_grad_(), stats.entropy.detach().requires_grad_()
+    return stats.padded(padding).requires_grad_(), stats.entropy.detach().requires_grad_()
 
 
 def _gradients(total: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

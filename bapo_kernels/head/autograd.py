@@ -43,14 +43,16 @@ def refuse_second_derivatives() -> None:
 
 
 def coefficients(
-    padding: Tensor, stats: Statistics, g_logprobs: Tensor | None, g_entropy: Tensor | None
+    padding: Tensor | None, stats: Statistics, g_logprobs: Tensor | None, g_entropy: Tensor | None
 ) -> Coefficients:
     """From the upstream gradients of some rows: of their log-probs at the ids (n, P), where those are not `padding`, and of their entropy
     (n,)."""
     if g_logprobs is None:
         picked = torch.zeros_like(stats.picked)
     else:
-        picked = g_logprobs.to(stats.max.dtype).masked_fill(padding, 0.0)
+        picked = g_logprobs.to(stats.max.dtype)
+        if padding is not None:
+            picked = picked.masked_fill(padding, 0.0)
         # The log-prob of an id outside the vocabulary is NaN, and so is then the gradient.
         picked = picked.masked_fill(stats.picked.isnan() & (picked != 0), torch.nan)
     return Coefficients.of(picked, None if g_entropy is None else g_entropy.to(stats.max.dtype).contiguous())
@@ -86,7 +88,7 @@ class _Head(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, bias, slope, stats.max, stats.log_sum, stats.entropy, stats.picked, *parts)
-        logprobs = stats.logprobs.masked_fill(problem.padding, 0.0)
+        logprobs = stats.padded(problem.padding)
         return selection.put(logprobs), None if stats.entropy is None else selection.put(stats.entropy)
 
     @staticmethod

@@ -123,6 +123,10 @@ class Statistics(_PerRow):
     def logprobs(self) -> Tensor:  # (n, P)
         return (self.picked - self.max[:, None]) - self.log_sum[:, None]
 
+    def padded(self, padding: Tensor | None) -> Tensor:
+        """Log-probs (n, P), 0 at `padding`."""
+        return self.logprobs if padding is None else self.logprobs.masked_fill(padding, 0.0)
+
 
 @dataclass
 class Coefficients(_PerRow):

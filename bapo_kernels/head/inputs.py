@@ -37,8 +37,11 @@ class Problem:
     dtype: torch.dtype  # of logits, statistics and outputs
 
     @cached_property
-    def padding(self) -> Tensor:
-        """(n, P) True at padded ids. A target of -1 is not padding: it is invalid, and its log-prob must not be a number."""
+    def padding(self) -> Tensor | None:
+        """(n, P) True at padded ids; None where only targets are wanted. A target of -1 is not padding: it is invalid, and its log-prob
+        must not be a number."""
+        if not self.topk:
+            return None
         padding = self.ids == -1
         padding[:, 0] = False
         return padding

@@ -141,7 +141,11 @@ class OnePass:
         state = State.start(rows.ids, True, self.problem.dtype)
         for part, tile in self._slices():
             self.backend.fold(rows, part, self.problem.spec, state, tile[first : first + rows.ids.shape[0]])
-        self.stats.put(block, state.rows(slice(0, block.stop - block.start)).statistics())
+        stats = state.rows(slice(0, block.stop - block.start)).statistics()
+        if block == slice(0, self.problem.selection.rows):
+            self.stats = stats
+        else:
+            self.stats.put(block, stats)
         number = torch.arange(block.start, block.stop, device=self.hidden.device)
         self.pool.rows = torch.cat([self.pool.rows, number])
 
@@ -204,8 +208,13 @@ class OnePass:
         self._add_to_hidden(number, sums, number.shape[0])
 
     def _add_to_hidden(self, number: Tensor | slice, sums: Gradients, count: int) -> None:
-        if self.gradients.hidden is not None and sums.hidden is not None:
-            self.gradients.hidden[self._place(number)] += sums.hidden[:count]
+        if self.gradients.hidden is None or sums.hidden is None:
+            return
+        place = self._place(number)
+        if isinstance(place, slice):
+            self.gradients.hidden[place] += sums.hidden[:count]
+        else:
+            self.gradients.hidden.index_add_(0, place, sums.hidden[:count])
 
     def _trained(self) -> list[tuple[Tensor, slice]]:
         """d_weight of the parts that want it, and their columns."""

@@ -26,7 +26,7 @@ def run(
 
         known = (problem.ids >= 0) & (problem.ids < spec.vocab_size)
         picked = log_p.gather(1, problem.ids.clamp(0, spec.vocab_size - 1)).masked_fill(~known, torch.nan)
-        logprobs = selection.put(picked.masked_fill(problem.padding, 0.0))
+        logprobs = selection.put(picked if problem.padding is None else picked.masked_fill(problem.padding, 0.0))
         if not entropy:
             return logprobs, None
         # A column of probability 0 adds 0 to the entropy and to its gradient, not 0 * -inf.

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import signature
 
 from torch import Tensor
@@ -23,7 +23,7 @@ _BUILT_IN = (
     BAPO, BPO, ScoreCentering, GRPO, PPO, DAPO, GSPO, LUSPO, CISPO, DPPO, DPPOKL, TOPR, DCPO, SAPO, GMPO, VESPO,
     Reinforce, DRO, ClipCov, KLCov,
 )  # fmt: skip
-_LOSSES: dict[str, type[Loss] | RegisteredLoss] = {cls.name: cls for cls in _BUILT_IN}
+_LOSSES: dict[str, Loss] = {cls.name: cls() for cls in _BUILT_IN}
 
 __all__ = [
     "Loss", "TokenLoss", "Tokens", "available", "get", "register", "resolve",
@@ -46,7 +46,7 @@ def get(name: str, **overrides) -> Loss:
     names = [f.name for f in fields(known)]  # type: ignore[arg-type]
     if unknown := sorted(set(overrides) - set(names)):
         raise TypeError(f"loss {name!r} has no parameter {unknown[0]!r}; it has {', '.join(names) or 'none'}")
-    return known(**overrides)
+    return replace(known, **overrides) if overrides else known  # type: ignore[type-var]
 
 
 def register(

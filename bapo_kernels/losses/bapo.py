@@ -1,6 +1,7 @@
 """BAPO: the clipped surrogate whose bounds are found anew for each batch (controller.py has the search)."""
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -86,7 +87,7 @@ class BAPO(Loss):
         For trainers that call the loss for each sequence or micro-batch: find the bounds once on the whole batch, then pass this."""
         return cls(c_low=(c_low, c_low), c_high=(c_high, c_high), **fields)
 
-    @property
+    @cached_property
     def brackets(self) -> tuple[Loss, ...]:
         """The bounds at the start and at the end: a token that both of them clip, or neither, every point between treats alike."""
         ends = ((low, high) for low, high in zip(self.c_low, self.c_high, strict=True))

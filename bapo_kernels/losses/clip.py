@@ -35,7 +35,7 @@ def clipped_surrogate(
         stopped = (advantage < 0) & (ratio > dual_clip)
         used = torch.where(stopped, dual_clip, used)
         upper = upper | stopped
-    return TokenLoss(-used * advantage, clip_flags(upper, lower), metrics or {})
+    return TokenLoss(-advantage * used, clip_flags(upper, lower), metrics or {})
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def plan(
         loss, correction, kl_coef, entropy_coef, top_entropy, memory_budget, backend, engine: as there.
         unmasked, active: shares of the tokens that count, and that have a gradient (neither masked, nor clipped, nor of advantage 0).
         dtype: of hidden states and weight.
-        weight_grad, hidden_grad: whether they are trained; a bias counts as weight.
+        weight_grad, hidden_grad: whether they are trained.
         old_logprobs: whether they are given.
 
     Returns:
@@ -82,9 +82,11 @@ def plan(
         vocab_size=vocab_size,
         dtype=acc,
         narrow_hidden=dtype != acc,
-        narrow_weight=dtype != acc,
+        widened=dtype != acc,
         hidden_grad=hidden_grad,
-        weight_grad=weight_grad,
+        trained_columns=hidden_size * weight_grad,
+        summed_columns=hidden_size * (weight_grad and dtype != acc),
+        bias_grad=False,
         early=_whole_batch_needed(options, old_logprobs),
         topk=options.needs_topk,
         tiles=max(getattr(chosen, "tiles", (0,))),
@@ -98,7 +100,7 @@ def work_of(head: Head, batch: Batch) -> Work:
     """The work of a call."""
     options = batch.options
     work = head.work(_whole_batch_needed(options, batch.recorded.old_logprobs is not None))
-    if work.early or work.weight_grad or _all_have_a_gradient(options):
+    if work.early or work.head_grad or _all_have_a_gradient(options):
         return work
     # Only here the choice hangs on it. Some losses train tokens without an advantage too; the result is as right.
     return replace(work, active=int((batch.active & (batch.recorded.advantages != 0)).sum()) / max(work.tokens, 1))

@@ -70,6 +70,8 @@ class Head:
         if problem.selection.mask is not None:
             early = "rows are not compacted while a CUDA graph is captured"
         unmasked = problem.selection.rows / max(tokens, 1)
+        parts = self.weight.parts
+        trained = [p for p, need in zip(parts, needs.weight, strict=True) if need]
         return Work(
             tokens=tokens,
             unmasked=unmasked,
@@ -78,9 +80,11 @@ class Head:
             vocab_size=problem.spec.vocab_size,
             dtype=problem.dtype,
             narrow_hidden=self.hidden.dtype != problem.dtype,
-            narrow_weight=len(self.weight.parts) > 1 or self.weight.parts[0].dtype != problem.dtype,
+            widened=len(parts) > 1 or parts[0].dtype != problem.dtype,
             hidden_grad=needs.hidden,
-            weight_grad=any(needs.weight) or needs.bias,
+            trained_columns=sum(p.shape[1] for p in trained),
+            summed_columns=sum(p.shape[1] for p in trained if p.dtype != problem.dtype),
+            bias_grad=needs.bias,
             early=early,
             topk=problem.topk,
             tiles=max(getattr(self.backend, "tiles", (0,))),

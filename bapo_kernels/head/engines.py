@@ -50,9 +50,11 @@ class Work:
     vocab_size: int
     dtype: torch.dtype  # of logits and sums
     narrow_hidden: bool  # held in fewer bits than that
-    narrow_weight: bool
+    widened: bool  # slices of the weight are copied, to that dtype or from several tensors
     hidden_grad: bool
-    weight_grad: bool  # or bias
+    trained_columns: int  # of the weight
+    summed_columns: int  # those of them whose gradient is summed up beside its place, being of fewer bits
+    bias_grad: bool
     early: str | None  # why coefficients are not known token by token; None: they are
     topk: bool
     tiles: int  # of the backend
@@ -61,7 +63,11 @@ class Work:
 
     @property
     def trains(self) -> bool:
-        return self.hidden_grad or self.weight_grad
+        return self.hidden_grad or self.head_grad
+
+    @property
+    def head_grad(self) -> bool:
+        return self.trained_columns > 0 or self.bias_grad
 
     @property
     def counted(self) -> int:
@@ -85,9 +91,11 @@ class Work:
     def one_pass_bytes(self, capacity: int) -> int:
         """The pool, a tile to rearrange it, the rows at work, and the sums that wait for the backward in full precision."""
         d, height = self.hidden_size, capacity + ROW_UNIT
-        weight = self.columns + self.weight_grad * self.vocab_size if self.narrow_weight else 0
-        hidden = self.tokens if self.narrow_hidden and self.hidden_grad else 0
-        return self.bytes(height, self.vocab_size + self.columns + 4 * d) + self.bytes(weight + hidden, d)
+        pool = self.bytes(height, self.vocab_size + self.columns + 4 * d)
+        waiting = self.bytes(self.summed_columns, self.vocab_size)
+        if self.narrow_hidden and self.hidden_grad:
+            waiting += self.bytes(self.tokens, d)
+        return pool + waiting + self.bytes(self.widened, self.columns, d)
 
     def frozen_bytes(self) -> int:
         """d logprob / d hidden, a copy of the rows, and the tile."""
@@ -106,7 +114,7 @@ class Work:
         """Of a loop over slices of the vocabulary that holds so many copies of its rows."""
         held = self.bytes(copies, rows, self.hidden_size)
         tile = min(self.bytes(self.tiles, rows, self.columns), tile_budget(self.budget, held))
-        return tile + held + self.bytes(self.narrow_weight * 2 * self.columns, self.hidden_size)
+        return tile + held + self.bytes(self.columns, self.widened * self.hidden_size + self.summed_columns)
 
 
 def choose(engine: str, work: Work) -> Plan:
@@ -118,7 +126,7 @@ def choose(engine: str, work: Work) -> Plan:
     m, a = work.unmasked, work.active
     if not work.trains:
         return Plan("recompute", m, work.forward_bytes(), "no gradient is wanted")
-    products = work.hidden_grad + work.weight_grad
+    products = work.hidden_grad + work.trained_columns / work.hidden_size
     plans = {
         "recompute": Plan("recompute", m + (1 + products) * a, work.recompute_bytes(), ""),
         "one-pass": Plan("one-pass", m + products * a, work.one_pass_bytes(work.capacity), ""),
@@ -154,7 +162,7 @@ def _refuse_one_pass(work: Work) -> str | None:
 def _refuse_frozen(work: Work) -> str | None:
     if not work.trains:
         return None
-    if work.weight_grad:
+    if work.head_grad:
         return TRAINED
     if work.topk:
         return "the loss reads log-probs of recorded ids"

@@ -57,6 +57,27 @@ def test_a_loss_of_your_own(names, monkeypatch):
     assert "asymmetric" in bk.losses.available()
 
 
+def test_lora_on_the_head(names):
+    lora_a, lora_b = torch.randn(4, 8, requires_grad=True), torch.randn(50, 4, requires_grad=True)
+    frozen = names["weight"].detach()
+    names |= {"scaling": 0.5, "lora_A": lora_a, "lora_B": lora_b, "frozen_weight": frozen}
+    (block,) = (b for b in BLOCKS if "lora_B" in b)
+    exec(block, names)
+    inputs = names["hidden"], lora_a, lora_b
+    got = torch.autograd.grad(names["out"].loss, inputs)
+    options = {"loss": "dapo", "mask": names["mask"], "old_logprobs": names["old"]}
+    merged = frozen + 0.5 * lora_b @ lora_a
+    out = bk.reference.linear_policy_loss(names["hidden"], merged, names["targets"], names["advantages"], **options)
+    for a, b in zip(got, torch.autograd.grad(out.loss, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_plan_says(names):
+    (block,) = (b for b in BLOCKS if "bk.plan(" in b)
+    call, shown = block.strip().split("\n# ")
+    assert repr(eval(call, names)) == shown
+
+
 def test_every_loss_is_in_the_table():
     table = README.read_text().split("## Losses")[1].split("Names stand for objects")[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]

@@ -22,7 +22,7 @@ from bapo_kernels.head.chunked import ROW_UNIT, slice_edges, tile_budget
 
 ENGINES = ("auto", "recompute", "one-pass", "frozen")
 # Fewer rows than these in a product with the vocabulary, and reading the weight takes longer than the pass that is saved.
-MIN_ROWS = 128
+MIN_ROWS = 64
 NEAR = 1.05  # of two engines with so nearly the same passes, the one that holds less
 TRAINED = "weight or bias requires a gradient"
 

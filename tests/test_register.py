@@ -112,6 +112,23 @@ def test_sums_and_means_of_sequences_are_differentiable(layout):
     assert not logprobs.grad[~batch.mask].any()
 
 
+def test_the_ratio_has_its_gradient_whoever_asks_first():
+    def rule(x, look):
+        if look:
+            with torch.no_grad():
+                assert x.ratio.isfinite().all()
+        return -x.ratio * x.advantages
+
+    bk.losses.register("mine", rule, look=True)
+    batch, gradients = Batch.random("padded"), []
+    for look in (True, False):
+        out, logprobs, _ = batch.call(loss=bk.losses.get("mine", look=look))
+        out.loss.backward()
+        gradients.append(logprobs.grad)
+    assert gradients[0].any()
+    assert_bits(*gradients)
+
+
 def test_what_a_rule_sees():
     seen = {}
 

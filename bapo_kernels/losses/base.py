@@ -61,7 +61,7 @@ class Tokens:
     def log_ratio(self) -> Tensor:
         return self.logprobs - self.old_logprobs
 
-    # With their graph, whatever the mode of whoever asks first: what is cached serves the loss too.
+    # Made with their graph, whatever the mode of whoever asks first: one graph for all, and so for one backward.
     @cached_property
     @torch.enable_grad()
     def bounded_log_ratio(self) -> Tensor:

@@ -100,7 +100,8 @@ def work_of(head: Head, batch: Batch) -> Work:
     """The work of a call."""
     options = batch.options
     work = head.work(_whole_batch_needed(options, batch.recorded.old_logprobs is not None))
-    if work.early or work.head_grad or _all_have_a_gradient(options):
+    captured = head.problem.selection.mask is not None  # the host may not look
+    if captured or work.head_grad or not work.hidden_grad or _all_have_a_gradient(options):
         return work
     # Only here the choice hangs on it. Some losses train tokens without an advantage too; the result is as right.
     return replace(work, active=int((batch.active & (batch.recorded.advantages != 0)).sum()) / max(work.tokens, 1))

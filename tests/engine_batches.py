@@ -258,6 +258,10 @@ def trace(monkeypatch) -> Trace:
 
 
 @pytest.fixture
-def narrow_slices(monkeypatch) -> None:
+def narrow_slices(monkeypatch):
     """Several slices of the vocabulary at V = 1003."""
     monkeypatch.setattr(chunked, "MAX_COLUMNS", 256)
+    chunked.slice_edges.cache_clear()
+    assert len(chunked.slice_edges(1003, D)) == 5
+    yield
+    chunked.slice_edges.cache_clear()

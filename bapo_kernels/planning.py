@@ -12,7 +12,7 @@ from bapo_kernels.head.api import Head
 from bapo_kernels.head.backends import choose as choose_backend
 from bapo_kernels.head.backends import resolve_budget
 from bapo_kernels.head.eager import GemmBackend
-from bapo_kernels.head.engines import Plan, Work, choose
+from bapo_kernels.head.engines import Plan, Work, check_engine, choose
 from bapo_kernels.head.precision import accumulation_dtype
 from bapo_kernels.losses.base import Loss
 from bapo_kernels.options import PolicyOptions
@@ -65,6 +65,7 @@ def plan(
             raise ValueError(f"{name} must be a share in [0, {most:g}], got {share!r}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point dtype, got {dtype!r}")
+    check_engine(engine)
     options = PolicyOptions(
         loss=losses.resolve(loss),
         correction=correction,

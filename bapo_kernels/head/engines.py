@@ -11,7 +11,7 @@ The unfused path pays 3, and 2 with a weight without gradient.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -117,9 +117,9 @@ class Work:
         return tile + held + self.bytes(self.columns, self.widened * self.hidden_size + self.summed_columns)
 
 
+@lru_cache(maxsize=256)
 def choose(engine: str, work: Work) -> Plan:
     """The engine for `work`; ValueError where the one that is asked for cannot serve."""
-    check_engine(engine)
     refusals = {name: refuse(work) for name, refuse in _REFUSALS.items()}
     if engine != "auto" and (reason := refusals.get(engine)):
         raise ValueError(f"engine={engine!r} cannot serve this call: {reason}")

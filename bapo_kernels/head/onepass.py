@@ -92,10 +92,11 @@ class OnePass:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=acc, device=device)
 
-        ids = problem.ids.shape
-        self.stats = Statistics(zeros(n), zeros(n), zeros(n), zeros(*ids))
-        self.used = Coefficients(zeros(n), zeros(n) if entropy else None, zeros(*ids))
-        self.settled = torch.zeros(n, dtype=torch.bool, device=device)
+        if self.pool.capacity < n:  # rows go through in blocks, and what is known of each is collected here
+            ids = problem.ids.shape
+            self.stats = Statistics(zeros(n), zeros(n), zeros(n), zeros(*ids))
+            self.used = Coefficients(zeros(n), zeros(n) if entropy else None, zeros(*ids))
+            self.settled = torch.zeros(n, dtype=torch.bool, device=device)
         self.gradients = Gradients(
             zeros(*hidden.shape) if needs.hidden else None,
             tuple(
@@ -142,7 +143,7 @@ class OnePass:
         for part, tile in self._slices():
             self.backend.fold(rows, part, self.problem.spec, state, tile[first : first + rows.ids.shape[0]])
         stats = state.rows(slice(0, block.stop - block.start)).statistics()
-        if block == slice(0, self.problem.selection.rows):
+        if self.pool.capacity >= self.problem.selection.rows:
             self.stats = stats
         else:
             self.stats.put(block, stats)

@@ -77,6 +77,11 @@ class Work:
     def columns(self) -> int:
         return max(b - a for a, b in pairwise(slice_edges(self.vocab_size, self.hidden_size)))
 
+    @property
+    def copied(self) -> int:
+        """Rows of the weight in copies: of a slice, and of the one before it, which goes when that is made."""
+        return 2 * self.columns if self.widened else 0
+
     def bytes(self, *shape: float) -> int:
         return int(prod(shape) * self.dtype.itemsize)
 
@@ -89,13 +94,14 @@ class Work:
         return min(fit // ROW_UNIT * ROW_UNIT, self.counted + -self.counted % ROW_UNIT)
 
     def one_pass_bytes(self, capacity: int) -> int:
-        """The pool, a tile to rearrange it, the rows at work, and the sums that wait for the backward in full precision."""
+        """The pool, a tile to rearrange it or those of the backend, the rows at work, and the sums that wait for the backward in full
+        precision."""
         d, height = self.hidden_size, capacity + ROW_UNIT
-        pool = self.bytes(height, self.vocab_size + self.columns + 4 * d)
+        pool = self.bytes(height, self.vocab_size + max(self.tiles - 1, 1) * self.columns + 4 * d)
         waiting = self.bytes(self.summed_columns, self.vocab_size)
         if self.narrow_hidden and self.hidden_grad:
             waiting += self.bytes(self.tokens, d)
-        return pool + waiting + self.bytes(self.widened, self.columns, d)
+        return pool + waiting + self.bytes(self.copied, d)
 
     def frozen_bytes(self) -> int:
         """d logprob / d hidden, a copy of the rows, and the tile."""
@@ -114,7 +120,7 @@ class Work:
         """Of a loop over slices of the vocabulary that holds so many copies of its rows."""
         held = self.bytes(copies, rows, self.hidden_size)
         tile = min(self.bytes(self.tiles, rows, self.columns), tile_budget(self.budget, held))
-        return tile + held + self.bytes(self.columns, self.widened * self.hidden_size + self.summed_columns)
+        return tile + held + self.bytes(self.copied, self.hidden_size) + self.bytes(self.columns, self.summed_columns)
 
 
 @lru_cache(maxsize=256)

@@ -133,7 +133,7 @@ def whole_batch(args: dict) -> bool:
     return by_loss or sequences or args.get("top_entropy") is not None
 
 
-def pool_of(rows: int, args: dict, learns=ALL) -> int:
+def pool_of(rows: int, args: dict, learns=ALL, backend: str = "cpu") -> int:
     """The memory budget with which the one-pass engine holds the products of `rows` rows."""
     given = {name: args.get(name) for name in HEAD_OPTIONS}
     given |= {"temperature": args.get("temperature", 1.0), "logit_scale": args.get("logit_scale", 1.0)}
@@ -146,7 +146,7 @@ def pool_of(rows: int, args: dict, learns=ALL) -> int:
         ignore_index=-100,
         topk_ids=None,
         tp_group=None,
-        backend="torch",
+        backend=backend,
         memory_budget=None,
         **given,
     )

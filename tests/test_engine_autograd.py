@@ -44,7 +44,7 @@ def leaves_of(args: dict, engine: str, names=("hidden", "weight", "bias")) -> di
 
 def call(args: dict, leaves: dict, engine: str, backend: str, rows: int = 32) -> Tensor:
     learns = tuple(leaves[k].requires_grad for k in ("hidden", "weight", "bias"))
-    options = {"engine": engine, "backend": backend, "memory_budget": pool_of(rows, args, learns)}
+    options = {"engine": engine, "backend": backend, "memory_budget": pool_of(rows, args, learns, backend=backend)}
     return bk.linear_policy_loss(**(args | leaves | options)).loss
 
 
@@ -63,7 +63,7 @@ def test_upstream_scalars(upstream, engine, backend):
         upstream,
         engine=engine,
         backend=backend,
-        memory_budget=pool_of(32, args, learns_of(engine)),
+        memory_budget=pool_of(32, args, learns_of(engine), backend=backend),
     )
     assert_same(got, want)
     for name, t in got.grads.items():
@@ -255,7 +255,7 @@ def test_saved_tensors_may_be_elsewhere(engine, backend):
 @pytest.mark.parametrize(("engine", "backend"), WAYS)
 def test_gradcheck(engine, backend):
     args = batch("bapo", n=40, d=3, v=17, seed=3, spread=0.3, entropy_coef=0.02, kl_coef=0.1)
-    budget = pool_of(16, args, learns_of(engine))
+    budget = pool_of(16, args, learns_of(engine), backend=backend)
     learns = learns_of(engine)
     leaves = [args[k].clone().requires_grad_(f) for k, f in zip(("hidden", "weight", "bias"), learns, strict=True)]
 
@@ -374,7 +374,9 @@ def test_narrow_dtypes_are_rounded_once(hidden, weight, backend, engine, upstrea
         args = to(args, NARROW[weight], ("weight", "bias"))
     exact = reference(args, upstream=upstream).grads
     learns = learns_of(engine)
-    got = run(args, learns, upstream, engine=engine, backend=backend, memory_budget=pool_of(32, args, learns))
+    got = run(
+        args, learns, upstream, engine=engine, backend=backend, memory_budget=pool_of(32, args, learns, backend=backend)
+    )
     for name, t in got.grads.items():
         if t is None:
             continue
@@ -395,7 +397,11 @@ def test_log_probs_have_the_same_bits_in_every_engine(dtype, backend, narrow_sli
     for learns in (ALL, HIDDEN):
         for engine in ("recompute", "one-pass", "frozen")[: 2 + (learns == HIDDEN)]:
             for rows in (16, 48, None):
-                options = {"engine": engine, "backend": backend, "memory_budget": rows and pool_of(rows, args, learns)}
+                options = {
+                    "engine": engine,
+                    "backend": backend,
+                    "memory_budget": rows and pool_of(rows, args, learns, backend=backend),
+                }
                 got = run(args, learns, **options)
                 for name in ("logprobs", "entropy", "ratio", "coef"):
                     assert_bits(

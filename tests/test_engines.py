@@ -65,7 +65,7 @@ def test_every_loss(number, backend, blocks, request, trace):  # noqa: F811
     if blocks == "several":
         request.getfixturevalue("narrow_slices")
     for learns in (ALL, HIDDEN):
-        budget = pool_of(POOLS[number % 3], args, learns) if blocks == "several" else None
+        budget = pool_of(POOLS[number % 3], args, learns, backend=backend) if blocks == "several" else None
         for engine in engines_of(args, learns):
             got = run(args, learns, backend=backend, engine=engine, memory_budget=budget)
             assert_same(got, want, engine)
@@ -85,7 +85,7 @@ def test_random_configurations(seed, backend, request):
     learns = (ALL, HIDDEN, (False, True, False), (False, False, True), (True, False, True))[seed % 5]
     if args["bias"] is None:
         learns = ALL if seed % 2 else HIDDEN
-    budget = None if seed % 4 == 0 else pool_of(POOLS[seed % 3], args, learns)
+    budget = None if seed % 4 == 0 else pool_of(POOLS[seed % 3], args, learns, backend=backend)
     for engine in engines_of(args, learns):
         assert_same(run(args, learns, backend=backend, engine=engine, memory_budget=budget), want, engine)
     if "one-pass" not in engines_of(args, learns):
@@ -100,7 +100,7 @@ def test_fp32_is_as_exact_as_the_recomputed_backward(loss, backend, rows):
     args = batch(loss, dtype=torch.float32, entropy_coef=0.02, return_tokens=True, spread=0.8)
     exact = reference(args)
     for learns in (ALL, HIDDEN):
-        budget = rows and pool_of(rows, args, learns)
+        budget = rows and pool_of(rows, args, learns, backend=backend)
         plain = [
             run(args, learns, function=bk.reference.linear_policy_loss),
             run(args, learns, backend=backend, engine="recompute", memory_budget=budget),
@@ -127,7 +127,11 @@ def test_garbage_under_the_mask_changes_nothing(loss, layout, backend):
     per_token += ("rollout_topk_logprobs",)
     for learns in (ALL, HIDDEN):
         for engine in set(engines_of(args, learns)) - {"auto"}:
-            options = {"backend": backend, "engine": engine, "memory_budget": pool_of(32, args, learns)}
+            options = {
+                "backend": backend,
+                "engine": engine,
+                "memory_budget": pool_of(32, args, learns, backend=backend),
+            }
             want = run(args, learns, **options)
             for value in (NAN, INF, -1e30):
                 dirty = dict(args)
@@ -158,7 +162,7 @@ def test_a_nan_that_counts_shows_where_it_does_in_the_recomputed_backward(loss, 
     for learns in (ALL, HIDDEN):
         for engine in set(engines_of(args, learns)) - {"recompute"}:
             for rows in (16, 48, None):
-                budget = rows and pool_of(rows, args, learns)
+                budget = rows and pool_of(rows, args, learns, backend=backend)
                 got = run(args, learns, backend=backend, engine=engine, memory_budget=budget)
                 assert_same(got, want, engine)
     if loss == "bapo" and name == "advantages":
@@ -175,7 +179,7 @@ def test_sizes_around_a_unit_of_rows(backend):
         for learns in (ALL, HIDDEN):
             for engine in engines_of(args, learns):
                 for rows in (16, 32, None):
-                    budget = rows and pool_of(rows, args, learns)
+                    budget = rows and pool_of(rows, args, learns, backend=backend)
                     got = run(args, learns, backend=backend, engine=engine, memory_budget=budget)
                     assert_same(got, want, f"{engine} {n}")
                     assert got.grads["hidden"].shape == (n, 5)
@@ -199,7 +203,9 @@ def test_nothing_has_a_gradient(backend, trace):  # noqa: F811
     args["advantages"] = torch.zeros_like(args["advantages"])
     for learns in (ALL, HIDDEN):
         for engine in engines_of(args, learns):
-            got = run(args, learns, backend=backend, engine=engine, memory_budget=pool_of(32, args, learns))
+            got = run(
+                args, learns, backend=backend, engine=engine, memory_budget=pool_of(32, args, learns, backend=backend)
+            )
             assert all(t is None or not t.any() for t in got.grads.values())
     assert trace.turned == trace.again == 0
 
@@ -274,7 +280,7 @@ class SometimesLiar(Loss):
 def test_a_loss_that_is_wrong_about_its_tokens_is_corrected(loss, backend, rows, entropy_coef, trace):  # noqa: F811
     args = batch(loss, return_tokens=True, entropy_coef=entropy_coef)
     want = reference(args)
-    got = run(args, backend=backend, engine="one-pass", memory_budget=pool_of(rows, args))
+    got = run(args, backend=backend, engine="one-pass", memory_budget=pool_of(rows, args, backend=backend))
     assert_same(got, want)
     assert trace.again > 0 and trace.turned > 0
     if isinstance(loss, SometimesLiar):  # only the wrong rows are done again

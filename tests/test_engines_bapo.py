@@ -72,7 +72,7 @@ def test_bounds_wherever_the_search_ends(form, where, trace: Trace):  # noqa: F8
     open_tokens = undecided(args, loss, want.out.tokens.ratio)
     assert open_tokens >= 15
     for rows in (16, 48, 96):
-        got = run(args, backend=backend, engine="one-pass", memory_budget=pool_of(rows, args))
+        got = run(args, backend=backend, engine="one-pass", memory_budget=pool_of(rows, args, backend=backend))
         assert_same(got, want, f"{rows} rows")
         # The last block is never asked for, and stays.
         assert trace.blocks > 1 and open_tokens - rows <= trace.undecided <= open_tokens + rows
@@ -106,7 +106,7 @@ def test_fixed_bounds(kind, backend, trace: Trace):  # noqa: F811
     args["loss"] = bk.BAPO.fixed(*bounds)
     want = reference(args)
     for rows in (16, 48, None):
-        got = run(args, backend=backend, engine="one-pass", memory_budget=rows and pool_of(rows, args))
+        got = run(args, backend=backend, engine="one-pass", memory_budget=rows and pool_of(rows, args, backend=backend))
         assert_same(got, want, f"{rows} rows")
         assert trace.again == 0
     assert float(want.out.metrics["c_low"]) == pytest.approx(float(bounds[0]))
@@ -118,7 +118,7 @@ def test_one_bound_moves_and_the_other_is_a_tensor(backend):
     low = torch.tensor(0.7, dtype=torch.float64)
     args["loss"] = bk.BAPO(c_low=(low, low), target=10.0)
     want = reference(args)
-    assert_same(run(args, backend=backend, engine="one-pass", memory_budget=pool_of(32, args)), want)
+    assert_same(run(args, backend=backend, engine="one-pass", memory_budget=pool_of(32, args, backend=backend)), want)
 
 
 @pytest.mark.parametrize("backend", FUSED)
@@ -132,5 +132,5 @@ def test_with_everything_else(seed, backend):
     args["loss"] = bk.BAPO(target=sum(contribution(args, {}, end) for end in (0, 1)) / 2)
     want = reference(args)
     for rows in (16, 48):
-        got = run(args, backend=backend, engine="one-pass", memory_budget=pool_of(rows, args))
+        got = run(args, backend=backend, engine="one-pass", memory_budget=pool_of(rows, args, backend=backend))
         assert_same(got, want, f"{rows} rows")

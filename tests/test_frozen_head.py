@@ -258,4 +258,4 @@ def test_what_it_cannot_serve(why):
         run(args, learns, engine="frozen", backend=backend)
     with torch.no_grad():  # nothing to serve
         assert bk.linear_policy_loss(**args, engine="frozen", backend=backend).loss.isfinite()
-    assert pool_of(16, args, learns) > 0
+    assert pool_of(16, args, learns, backend=backend) > 0

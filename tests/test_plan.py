@@ -257,7 +257,7 @@ def test_rows_without_a_gradient_cost_nothing(engine, learns, pattern, backend):
         "loss": "ppo",
     }
     for rows in (None, 64, 320):  # on-policy: no token is clipped
-        budget = rows and pool_of(rows, args, learns)
+        budget = rows and pool_of(rows, args, learns, backend=backend)
         plan = bk.plan(
             n, d, v, loss="ppo", unmasked=counted / n, active=active / n, engine=engine, backend=backend,
             hidden_grad=learns[0], weight_grad=learns[1], memory_budget=budget, old_logprobs=False,

@@ -48,7 +48,9 @@ def test_policy_loss(flags, engine, backend, narrow_slices):  # noqa: F811
     columns = whole.grad.split(WIDTHS, 1)
     for rows in (16, 48, None):
         parts = split(args["weight"], flags)
-        budget = rows and pool_of(rows, args | {"weight": tuple(p.detach() for p in parts)}, (True, trained, trained))
+        budget = rows and pool_of(
+            rows, args | {"weight": tuple(p.detach() for p in parts)}, (True, trained, trained), backend=backend
+        )
         got = call(parts, engine=engine, backend=backend, memory_budget=budget)
         close(got[0].loss, want[0].loss, "loss")
         for a, b in zip(got[0].tokens, want[0].tokens, strict=True):
@@ -78,7 +80,10 @@ def test_mixed_dtypes(dtypes, backend):
             "hidden": args["hidden"].clone().requires_grad_(),
         }
         out = bk.linear_policy_loss(
-            **(args | leaves), engine=engine, backend=backend, memory_budget=pool_of(32, args | {"weight": parts})
+            **(args | leaves),
+            engine=engine,
+            backend=backend,
+            memory_budget=pool_of(32, args | {"weight": parts}, backend=backend),
         )
         out.loss.backward()
         assert out.loss.dtype == torch.float32
@@ -155,7 +160,10 @@ def test_lora_on_the_head(engine, backend):
         else:
             given = {"hidden": torch.cat([h, scaling * h @ lora_a.t()], -1), "weight": (base.detach(), lora_b)}
             out = bk.linear_policy_loss(
-                **(args | given), engine=engine, backend=backend, memory_budget=pool_of(32, args | given)
+                **(args | given),
+                engine=engine,
+                backend=backend,
+                memory_budget=pool_of(32, args | given, backend=backend),
             )
         out.loss.backward()
         assert base.grad is None

@@ -92,7 +92,7 @@ class OnePass:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=acc, device=device)
 
-        if self.pool.capacity < n:  # rows go through in blocks, and what is known of each is collected here
+        if not 0 < n <= self.pool.capacity:  # not in one block: what is known of each row is collected here
             ids = problem.ids.shape
             self.stats = Statistics(zeros(n), zeros(n), zeros(n), zeros(*ids))
             self.used = Coefficients(zeros(n), zeros(n) if entropy else None, zeros(*ids))

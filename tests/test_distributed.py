@@ -1,10 +1,12 @@
 """Batch-wide quantities over two ranks (gloo): those of the global batch, and equal on both ranks."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from engine_batches import batch, pool_of, run
 from helpers import assert_bits, integers, normal
 
 import bapo_kernels as bk
@@ -59,14 +61,33 @@ def evaluate(batch: dict, group=None, count=None):
     return found
 
 
+HEAD_SIZES = (90, 20)  # several blocks of the one-pass engine on one rank, one on the other
+ENGINES = ("recompute", "one-pass")
+
+
+def from_the_head(engine: str, rows=slice(None), group=None):
+    """BAPO straight from hidden states: bounds, loss, and gradients of hidden and weight."""
+    args = batch("bapo", n=sum(HEAD_SIZES), d=9, v=80, spread=0.9, normalizer=70.0, dp_group=group)
+    args["loss"] = bk.BAPO(target=0.32, weighting="none")
+    for name in ("hidden", "targets", "advantages", "mask", "old_logprobs", "rollout_logprobs", "ref_logprobs"):
+        args[name] = args[name][rows]
+    found = run(args, engine=engine, memory_budget=pool_of(16, args) if group else None)
+    bounds = [found.out.metrics[name] for name in ("c_low", "c_high")]
+    return [*bounds, found.out.loss.detach(), found.grads["hidden"], found.grads["weight"]]
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": 2}
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60), **where)
     group, results = torch.distributed.group.WORLD, {}
     for kind in KINDS:
-        batch = global_batch(kind)
+        data = global_batch(kind)
         rows = slice(0, SIZES[0]) if rank == 0 else slice(SIZES[0], None)
-        results[kind] = evaluate({k: v[rows] for k, v in batch.items()}, group, batch["mask"].sum())
+        results[kind] = evaluate({k: v[rows] for k, v in data.items()}, group, data["mask"].sum())
+    for engine in ENGINES:
+        rows = slice(0, HEAD_SIZES[0]) if rank == 0 else slice(HEAD_SIZES[0], None)
+        results[engine] = from_the_head(engine, rows, group)
     torch.save(results, os.path.join(folder, f"rank{rank}.pt"))
     torch.distributed.destroy_process_group()
 
@@ -96,3 +117,17 @@ def test_losses_and_gradients_add_up(kind, which, ranks):
     torch.testing.assert_close(parts[0][0] + parts[1][0], loss)
     torch.testing.assert_close(torch.cat([p[1] for p in parts]), grad)
     torch.testing.assert_close(torch.cat([p[2] for p in parts]), coef)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_wait_for_the_other_rank_as_often_as_it_does(engine, ranks):
+    """Once, for the bounds, into however many blocks the rows of a rank go."""
+    want = from_the_head("recompute")
+    assert 1.2 < want[1] < 3.0
+    for i in range(2):
+        assert_bits(ranks[0][engine][i], ranks[1][engine][i])
+        torch.testing.assert_close(ranks[0][engine][i], want[i])
+    loss, hidden, weight = zip(*(r[engine][2:] for r in ranks), strict=True)
+    torch.testing.assert_close(sum(loss), want[2])
+    torch.testing.assert_close(torch.cat(hidden), want[3])
+    torch.testing.assert_close(sum(weight), want[4])

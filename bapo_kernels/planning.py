@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from bapo_kernels import losses
-from bapo_kernels.checks import is_number, is_whole
+from bapo_kernels.checks import check_flag, is_number, is_whole
 from bapo_kernels.corrections import Correction
 from bapo_kernels.evaluation import Batch
 from bapo_kernels.head.api import Head
@@ -65,6 +65,12 @@ def plan(
             raise ValueError(f"{name} must be a share in [0, {most:g}], got {share!r}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point dtype, got {dtype!r}")
+    for name, flag in (("weight_grad", weight_grad), ("hidden_grad", hidden_grad), ("old_logprobs", old_logprobs)):
+        check_flag(name, flag)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from None
     check_engine(engine)
     options = PolicyOptions(
         loss=losses.resolve(loss),
@@ -74,7 +80,7 @@ def plan(
         top_entropy=top_entropy,
     )
     acc = accumulation_dtype(torch.empty(0, dtype=dtype))
-    chosen = choose_backend(backend, torch.device(device))
+    chosen = choose_backend(backend, device)
     work = Work(
         tokens=tokens,
         unmasked=unmasked,

@@ -135,13 +135,17 @@ BAD = {
     "active": [-0.1, 1.1, None, float("nan")],
     "dtype": [torch.int32, "float32", None],
     "backend": ["x"],
-    "engine": ["x", "one_pass"],
+    "engine": ["x", "one_pass", ["x"]],
     "loss": ["x", 3],
     "memory_budget": [0, -1, 1.5, "x"],
     "correction": ["x", 3],
     "kl_coef": ["x", float("nan")],
     "entropy_coef": ["x", float("inf")],
     "top_entropy": [0.0, 1.5],
+    "device": ["nonsense", None, 1.5],
+    "weight_grad": ["x", None, 2],
+    "hidden_grad": ["x", None],
+    "old_logprobs": ["x", None],
 }
 BAD_CALLS = [(name, value) for name, values in BAD.items() for value in values]
 

@@ -19,6 +19,8 @@ LEVELS = ("token", "sequence")
 class Correction(Validated):
     """Base of the corrections."""
 
+    level = "token"  # or "sequence": what the ratio is taken of
+
     def weight(self, x: Tokens) -> Tensor:
         """(layout) >= 0, without gradient."""
         raise NotImplementedError

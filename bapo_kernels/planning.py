@@ -11,7 +11,7 @@ from bapo_kernels.evaluation import Batch
 from bapo_kernels.head.api import Head
 from bapo_kernels.head.backends import choose as choose_backend
 from bapo_kernels.head.backends import resolve_budget
-from bapo_kernels.head.eager import GemmBackend
+from bapo_kernels.head.chunked import Backend
 from bapo_kernels.head.engines import Plan, Work, check_engine, choose
 from bapo_kernels.head.precision import accumulation_dtype
 from bapo_kernels.losses.base import Loss
@@ -79,51 +79,50 @@ def plan(
         entropy_coef=entropy_coef,
         top_entropy=top_entropy,
     )
-    acc = accumulation_dtype(torch.empty(0, dtype=dtype))
-    chosen = choose_backend(backend, device)
-    work = Work(
+    chosen, budget = choose_backend(backend, torch.device(device)), resolve_budget(memory_budget)
+    if chosen is None:
+        raise ValueError("backend='reference' has no engines: it holds the logits of all tokens that count")
+    work = Work.of(
+        chosen,
+        dtype,
+        [(hidden_size, dtype, weight_grad)],
+        accumulation_dtype(torch.empty(0, dtype=dtype)),
         tokens=tokens,
         unmasked=unmasked,
         active=unmasked if _all_have_a_gradient(options) else active,
-        hidden_size=hidden_size,
         vocab_size=vocab_size,
-        dtype=acc,
-        narrow_hidden=dtype != acc,
-        widened=dtype != acc,
         hidden_grad=hidden_grad,
-        trained_columns=hidden_size * weight_grad,
-        summed_columns=hidden_size * (weight_grad and dtype != acc),
         bias_grad=False,
-        early=_whole_batch_needed(options, old_logprobs),
+        late_because=_late_because(options, old_logprobs),
         topk=options.needs_topk,
-        tiles=max(getattr(chosen, "tiles", (0,))),
-        keeps=isinstance(chosen, GemmBackend),
-        budget=resolve_budget(memory_budget),
+        entropy_grad=entropy_coef != 0,
+        captured=False,
+        budget=budget,
     )
     return choose(engine, work)
 
 
-def work_of(head: Head, batch: Batch) -> Work:
+def work_of(head: Head, backend: Backend, batch: Batch) -> Work:
     """The work of a call."""
-    options = batch.options
-    work = head.work(_whole_batch_needed(options, batch.recorded.old_logprobs is not None))
-    captured = head.problem.selection.mask is not None  # the host may not look
-    if captured or work.head_grad or not work.hidden_grad or _all_have_a_gradient(options):
+    options, recorded = batch.options, batch.recorded
+    late_because = _late_because(options, recorded.old_logprobs is not None)
+    work = head.work(backend, late_because=late_because, entropy_grad=options.entropy_coef != 0)
+    if not work.keeps or work.captured or work.head_grad or _all_have_a_gradient(options):
         return work
     # Only here the choice hangs on it. Some losses train tokens without an advantage too; the result is as right.
-    return replace(work, active=int((batch.active & (batch.recorded.advantages != 0)).sum()) / max(work.tokens, 1))
+    return replace(work, active=int((batch.active & (recorded.advantages != 0)).sum()) / max(work.tokens, 1))
 
 
 def _all_have_a_gradient(options: PolicyOptions) -> bool:
     return options.kl_coef != 0 or options.entropy_coef != 0
 
 
-def _whole_batch_needed(options: PolicyOptions, old_given: bool) -> str | None:
+def _late_because(options: PolicyOptions, old_given: bool) -> str | None:
     """Why the coefficients of a token hang on other tokens; None: they do not, or only through what `Loss.brackets` has."""
     if not options.loss.brackets:
         return f"the coefficients of loss {options.loss} follow from the whole batch only"
     if options.top_entropy is not None:
         return "top_entropy chooses tokens from the whole batch"
-    if getattr(options.correction, "level", "token") == "sequence" and not old_given:
+    if options.correction is not None and options.correction.level == "sequence" and not old_given:
         return f"without old_logprobs, the weights of {options.correction} hang on whole sequences"
     return None

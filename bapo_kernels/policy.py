@@ -1,7 +1,5 @@
 """The public functions of the policy loss: from log-probs, or straight from hidden states."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from bapo_kernels.checks import (
 )
 from bapo_kernels.controller import BapoBounds, find_bounds
 from bapo_kernels.corrections import Correction
+from bapo_kernels.early import one_pass
 from bapo_kernels.evaluation import Batch, PolicyLossOutput, evaluate
 from bapo_kernels.head.api import Head
 from bapo_kernels.head.engines import check_engine, choose
@@ -22,7 +21,6 @@ from bapo_kernels.head.precision import accumulation_dtype
 from bapo_kernels.layout import Layout, layout_and_mask
 from bapo_kernels.losses import triton as fused
 from bapo_kernels.losses.base import Loss
-from bapo_kernels.onepass import one_pass
 from bapo_kernels.options import PolicyOptions, Recorded
 from bapo_kernels.planning import work_of
 
@@ -134,7 +132,7 @@ def policy_loss(
 @torch.compiler.disable
 def linear_policy_loss(
     hidden: Tensor,  # (B, T, D) or (N, D)
-    weight: Tensor | Sequence[Tensor],  # (V, D)
+    weight: Tensor | tuple[Tensor, ...],  # (V, D)
     targets: Tensor,  # (B, T) or (N,)
     advantages: Tensor,  # layout, (B,), (B, 1) or (S,)
     *,
@@ -233,10 +231,14 @@ def linear_policy_loss(
         memory_budget=memory_budget,
     )
     batch = Batch.of(active, layout, recorded, options, head.problem.dtype)
-    work = work_of(head, batch)
-    chosen = choose(engine, work).engine
     with fused.using(backend):
-        if chosen == "one-pass" and work.trains:
+        if head.backend is None:
+            if engine != "auto":
+                raise ValueError(f"engine={engine!r} cannot serve this call: backend='reference' holds all logits")
+            return evaluate(batch, *head.statistics(entropy=True))
+        work = work_of(head, head.backend, batch)
+        chosen = choose(engine, work).engine
+        if chosen == "one-pass":
             return one_pass(head, batch, work.capacity)
         return evaluate(batch, *head.statistics(entropy=True, frozen=chosen == "frozen"))
 

@@ -86,7 +86,6 @@ CHOICES = {
         {"weight_grad": False, "loss": "score-centering", "memory_budget": SMALL}, "recompute", "recorded ids"
     ),
     "weight alone": ({"hidden_grad": False, "memory_budget": LARGE}, "one-pass", "fewest passes"),
-    "reference": ({"backend": "reference", "memory_budget": LARGE}, "recompute", "does not keep"),
     "few tokens": ({"tokens": 20, "memory_budget": LARGE}, "one-pass", "fewest passes"),
     "no tokens": ({"tokens": 0, "memory_budget": LARGE}, None, ""),
 }  # fmt: skip
@@ -118,13 +117,17 @@ def test_a_forced_engine_that_cannot_serve(loss):
         bk.plan(**SIZES, loss=loss, engine="frozen")
 
 
+def test_the_reference_has_no_engines():
+    for engine in ("auto", "recompute", "one-pass", "frozen"):
+        with pytest.raises(ValueError, match="backend='reference' has no engines"):
+            bk.plan(**SIZES, backend="reference", engine=engine)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton is chosen on GPUs only")
 def test_backends_that_keep_nothing():
-    for backend in ("reference", "triton"):
-        if backend == "triton" and not torch.cuda.is_available():
-            continue
-        for engine in ("one-pass", "frozen"):
-            with pytest.raises(ValueError, match=f"{engine}.*backend"):
-                bk.plan(**SIZES, backend=backend, engine=engine, weight_grad=engine == "one-pass")
+    for engine in ("one-pass", "frozen"):
+        with pytest.raises(ValueError, match=f"{engine}.*backend"):
+            bk.plan(**SIZES, device="cuda", backend="triton", engine=engine, weight_grad=engine == "one-pass")
 
 
 BAD = {
@@ -190,7 +193,7 @@ def taken(trace: Trace, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("pattern", ["full", "rl"])
-@pytest.mark.parametrize("backend", [*FUSED, "reference"])
+@pytest.mark.parametrize("backend", FUSED)
 @pytest.mark.parametrize("loss", ["bapo", "gspo", "score-centering"])
 def test_the_call_does_what_the_plan_says(loss, backend, pattern, taken):
     n, d, v = 320, 9, 300

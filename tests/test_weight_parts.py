@@ -20,7 +20,7 @@ def split(weight: Tensor, flags=(True, True, True)) -> tuple[Tensor, ...]:
 
 def served(engine: str, backend: str, flags) -> bool:
     if backend == "reference":
-        return engine in ("auto", "recompute")
+        return engine == "auto"
     return engine != "frozen" or not any(flags)
 
 

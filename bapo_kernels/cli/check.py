@@ -16,6 +16,7 @@ from bapo_kernels import corrections, losses, reference
 from bapo_kernels.head import backends
 from bapo_kernels.head.api import linear_logprobs
 from bapo_kernels.head.divergence import linear_kl
+from bapo_kernels.planning import plan
 from bapo_kernels.policy import linear_policy_loss
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -171,6 +172,8 @@ def _evaluate(case: Case, inputs: dict, dtype: torch.dtype, backend: str) -> dic
     options = _resolve(case.options, given)
     if backend == "reference":
         options.pop("engine", None)
+    if options.get("memory_budget") == IN_BLOCKS:
+        options["memory_budget"] = None if backend == "reference" else _least_budget(given, dtype, backend)
     if case.call is linear_logprobs:
         out = linear_logprobs(given["hidden"], given["weight"], given["targets"], **options, backend=backend)
         values = {k: v for k, v in out._asdict().items() if v is not None}
@@ -198,6 +201,24 @@ def _evaluate(case: Case, inputs: dict, dtype: torch.dtype, backend: str) -> dic
     }
 
 
+def _least_budget(given: dict, dtype: torch.dtype, backend: str) -> int:
+    """What the one-pass engine needs for 16 rows, the fewest that it takes."""
+    n, d = given["hidden"].shape
+    needed = plan(
+        *(n, d, given["weight"].shape[0]),
+        loss="dapo",
+        unmasked=16 / n,
+        active=16 / n,
+        dtype=dtype,
+        device=given["hidden"].device,
+        weight_grad=given["weight"].requires_grad,
+        memory_budget=2**40,
+        backend=backend,
+        engine="one-pass",
+    )
+    return needed.memory_bytes
+
+
 def _inputs(device: str, dtype: torch.dtype, shape: Shape, case: Case) -> dict:
     """Random inputs; what was recorded is fp32, and its ratios to the exact log-probs of the case stay clear of clip bounds."""
     n, d, v = shape.tokens, shape.hidden, shape.vocab
@@ -219,9 +240,6 @@ def _inputs(device: str, dtype: torch.dtype, shape: Shape, case: Case) -> dict:
         "upstream_topk_logprobs": torch.randn(n, 4, generator=g),
     }
     t["real"] = real
-    acc = torch.promote_types(dtype, torch.float32).itemsize
-    # The products of about 16 rows, with what the one-pass engine holds beside them.
-    t["blocks"] = acc * (34 * (v + min(v, 4096) + 4 * d) + (min(v, 4096) + v + n) * d)
     t["topk_ids"][::3, 2:] = -1
     t["advantages"][::5] = 0.0
     head = _resolve({k: v for k, v in case.options.items() if k in HEAD_OPTIONS}, t)
@@ -241,6 +259,7 @@ def _resolve(options: dict, inputs: dict) -> dict:
     return {k: inputs[v[1:]] if isinstance(v, str) and v.startswith("@") else v for k, v in options.items()}
 
 
+IN_BLOCKS = "in blocks"  # a memory budget that holds few rows
 HEAD_OPTIONS = ("bias", "temperature", "logit_scale", "softcap", "vocab_size")
 
 
@@ -307,7 +326,7 @@ def all_cases() -> Iterator[Case]:
     }
     for name, chosen in local.items():
         options = {**chosen, **mixed, **added, "bias": "@bias"}
-        blocks = {**options, "engine": "one-pass", "memory_budget": "@blocks"}
+        blocks = {**options, "engine": "one-pass", "memory_budget": IN_BLOCKS}
         yield Case(f"{name}, recompute", linear_policy_loss, {**options, "engine": "recompute"})
         yield Case(f"{name}, one-pass in blocks", linear_policy_loss, blocks, backends=kept)
         yield Case(f"{name}, one-pass in blocks, frozen head", linear_policy_loss, blocks, ("weight", "bias"), kept)

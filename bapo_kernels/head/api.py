@@ -1,6 +1,5 @@
 """The public functions of the head: validation, choice of the backend, and the shape of the answer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ from bapo_kernels.head import autograd, reference
 from bapo_kernels.head.backends import choose as choose_backend
 from bapo_kernels.head.backends import resolve_budget
 from bapo_kernels.head.chunked import Backend, Needs, Weight
-from bapo_kernels.head.eager import GemmBackend
 from bapo_kernels.head.engines import Work, choose
 from bapo_kernels.head.inputs import Problem, head_problem
 
@@ -38,7 +36,7 @@ class Head:
     def of(
         cls,
         hidden: Tensor,
-        weight: Tensor | Sequence[Tensor],
+        weight: Tensor | tuple[Tensor, ...],
         targets: Tensor,
         *,
         backend: str,
@@ -64,35 +62,29 @@ class Head:
 
         return Needs(wanted(self.hidden), tuple(map(wanted, self.weight.parts)), wanted(self.bias))
 
-    def work(self, early: str | None) -> Work:
-        """What the choice of an engine looks at; `early`: why coefficients are not known in the forward, if so."""
+    def work(self, backend: Backend, *, late_because: str | None, entropy_grad: bool) -> Work:
+        """What the choice of an engine looks at."""
         problem, needs, tokens = self.problem, self.needs, self.hidden.shape[0]
-        if problem.selection.mask is not None:
-            early = "rows are not compacted while a CUDA graph is captured"
         unmasked = problem.selection.rows / max(tokens, 1)
-        parts = self.weight.parts
-        trained = [p for p, need in zip(parts, needs.weight, strict=True) if need]
-        return Work(
+        return Work.of(
+            backend,
+            self.hidden.dtype,
+            [(p.shape[1], p.dtype, trained) for p, trained in zip(self.weight.parts, needs.weight, strict=True)],
+            problem.dtype,
             tokens=tokens,
             unmasked=unmasked,
             active=unmasked,
-            hidden_size=self.weight.shape[1],
             vocab_size=problem.spec.vocab_size,
-            dtype=problem.dtype,
-            narrow_hidden=self.hidden.dtype != problem.dtype,
-            widened=len(parts) > 1 or parts[0].dtype != problem.dtype,
             hidden_grad=needs.hidden,
-            trained_columns=sum(p.shape[1] for p in trained),
-            summed_columns=sum(p.shape[1] for p in trained if p.dtype != problem.dtype),
             bias_grad=needs.bias,
-            early=early,
+            late_because=late_because,
             topk=problem.topk,
-            tiles=max(getattr(self.backend, "tiles", (0,))),
-            keeps=isinstance(self.backend, GemmBackend),
+            entropy_grad=entropy_grad,
+            captured=problem.selection.mask is not None,
             budget=self.budget,
         )
 
-    def statistics(self, entropy: bool, frozen: bool) -> TokenStatistics:
+    def statistics(self, entropy: bool, frozen: bool = False) -> TokenStatistics:
         if self.backend is None:
             logprobs, h = reference.run(self.problem, entropy, self.hidden, self.weight, self.bias)
         else:
@@ -113,7 +105,7 @@ class Head:
 @torch.compiler.disable  # the driver's in-place loop: a compiled model calls it between its graphs
 def linear_logprobs(
     hidden: Tensor,  # (..., D)
-    weight: Tensor | Sequence[Tensor],  # (V, D)
+    weight: Tensor | tuple[Tensor, ...],  # (V, D)
     targets: Tensor,  # (...)
     *,
     bias: Tensor | None = None,  # (V,)
@@ -176,5 +168,8 @@ def linear_logprobs(
         memory_budget=memory_budget,
     )
     check_flag("return_entropy", return_entropy)
-    engine = choose("auto", head.work(early="the gradients of log-probs come with the backward")).engine
-    return head.statistics(return_entropy, frozen=engine == "frozen")
+    if head.backend is None:
+        return head.statistics(return_entropy)
+    # An entropy is more often looked at than trained on: one that is costs a frozen head two more passes over the rows concerned.
+    work = head.work(head.backend, late_because="gradients come with the backward", entropy_grad=False)
+    return head.statistics(return_entropy, frozen=choose("auto", work).engine == "frozen")

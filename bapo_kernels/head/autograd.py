@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from bapo_kernels.head.chunked import (
     Backend,
     Coefficients,
     Gradients,
-    KeepingBackend,
     Needs,
     Rows,
     Statistics,
     Weight,
 )
+from bapo_kernels.head.eager import GemmBackend
 from bapo_kernels.head.inputs import Problem
 from bapo_kernels.head.rows import Selection
 
@@ -74,21 +74,23 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, hidden: Tensor, bias: Tensor | None, *parts: Tensor):
         problem = call.problem
-        selection, slope = problem.selection, None  # d logprob / d hidden
-        rows = Rows(selection.take(hidden), problem.ids, problem.inv_temperature)
+        selection, score = problem.selection, None  # score: d logprob / d hidden
         if selection.rows == 0:
             empty = hidden.new_zeros(0, dtype=problem.dtype)
             stats = Statistics(empty, empty, empty if call.entropy else None, empty.reshape(problem.ids.shape))
         else:
-            arguments = (rows, Weight(parts), bias, problem.spec, call.entropy, call.budget)
+            # The driver may copy the rows once more, so that nothing here holds them.
+            take = partial(Rows, ids=problem.ids, inv_temperature=problem.inv_temperature)
+            given = (Weight(parts), bias, problem.spec, call.entropy, call.budget)
             if call.frozen:
-                stats, slope = frozen.forward(cast(KeepingBackend, call.backend), *arguments)
+                assert isinstance(call.backend, GemmBackend)
+                stats, score = frozen.forward(call.backend, take(selection.take(hidden)), *given)
             else:
-                stats = chunked.forward(call.backend, *arguments)
+                stats = chunked.forward(call.backend, take(selection.take(hidden)), *given)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, bias, slope, stats.max, stats.log_sum, stats.entropy, stats.picked, *parts)
-        logprobs = stats.padded(problem.padding)
+        ctx.save_for_backward(hidden, bias, score, stats.max, stats.log_sum, stats.entropy, stats.picked, *parts)
+        logprobs = stats.logprobs_or_zero(problem.padding)
         return selection.put(logprobs), None if stats.entropy is None else selection.put(stats.entropy)
 
     @staticmethod
@@ -96,7 +98,7 @@ class _Head(torch.autograd.Function):
         refuse_second_derivatives()
         call: Call = ctx.call
         problem, counted = call.problem, call.problem.selection
-        hidden, bias, slope, *saved = ctx.saved_tensors
+        hidden, bias, score, *saved = ctx.saved_tensors
         stats, weight = Statistics(*saved[:4]), Weight(tuple(saved[4:]))
         needs = Needs(ctx.needs_input_grad[1], ctx.needs_input_grad[3:], ctx.needs_input_grad[2])
 
@@ -105,10 +107,10 @@ class _Head(torch.autograd.Function):
         if g_entropy is not None:
             g_entropy = counted.take(g_entropy)
         coef = coefficients(problem.padding, stats, g_logprobs, g_entropy)
-        if slope is not None and (coef.entropy is None or not bool((coef.entropy != 0).any())):
+        if score is not None and (coef.entropy is None or not bool((coef.entropy != 0).any())):
             g = coef.probability[:, None]
-            d_hidden = counted.put(torch.where(g == 0, 0.0, g * slope).to(hidden.dtype))
-            return None, d_hidden, None, *(None for _ in weight.parts)
+            d_hidden = score.masked_fill(g == 0, 0.0).mul_(g)
+            return None, counted.put(d_hidden.to(hidden.dtype)), None, *(None for _ in weight.parts)
         inner = Selection.of(coef.wanted())
         if inner.mask is not None:  # rows cannot be compacted: those without a gradient have coefficients of 0
             inner = Selection(inner.total)
@@ -121,3 +123,44 @@ class _Head(torch.autograd.Function):
         stats, coef = stats.map(inner.take), coef.map(inner.take)
         sums = chunked.backward(call.backend, rows, stats, coef, weight, bias, problem.spec, needs, call.budget)
         return None, *placed(sums, outer, hidden, bias)
+
+
+def attach(
+    loss: Tensor, sums: Gradients, problem: Problem, hidden: Tensor, weight: Weight, bias: Tensor | None
+) -> Tensor:
+    """`loss` (0-d), with `sums` for its gradients, those of hidden for all N rows."""
+    return _WithGradients.apply(loss, sums, problem, hidden, bias, *weight.parts)
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss: Tensor, sums: Gradients, problem: Problem, *inputs: Tensor | None):
+        ctx.selection, ctx.vocab_size = problem.selection, problem.spec.vocab_size
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
+        # Saved as any function saves its tensors: autograd frees them with the graph, and may keep them elsewhere.
+        ctx.save_for_backward(sums.hidden, sums.bias, *sums.weight)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        refuse_second_derivatives()
+        gradients = ctx.saved_tensors
+        if _graph_is_kept():  # they will be wanted again, as they are
+            gradients = [None if t is None else t.clone() for t in gradients]
+        if not (upstream.device.type == "cpu" and upstream == 1):
+            hidden, *others = gradients
+            # Only what counts: the gradient of the rest is 0, even times inf.
+            if hidden is not None:
+                counted = ctx.selection
+                hidden.mul_(counted.put(upstream.to(hidden.dtype).expand(counted.rows))[:, None])
+            for t in others:
+                if t is not None:
+                    t[: ctx.vocab_size].mul_(upstream)
+        given = (None if t is None else t.to(dtype) for t, dtype in zip(gradients, ctx.dtypes, strict=True))
+        return None, None, None, *given
+
+
+def _graph_is_kept() -> bool:
+    """Whether the running backward leaves the graph for another one (`retain_graph`). PyTorch has no public form of the question; without
+    an answer, yes is right, and costs a copy."""
+    return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol, Self, cast
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -45,9 +45,9 @@ class Weight:
     parts: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, given: Tensor | Sequence[Tensor]) -> "Weight":
+    def of(cls, given: Tensor | tuple[Tensor, ...]) -> "Weight":
         """From the argument of a public function."""
-        return cls(tuple(given) if isinstance(given, tuple | list) else (cast(Tensor, given),))
+        return cls(tuple(given) if isinstance(given, tuple | list) else (given,))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class Weight:
         return [slice(a, b) for a, b in pairwise(edges)]
 
     def rows(self, which: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """In the dtype given, or, of one part, as they are."""
+        """Rows in `dtype`; None keeps that of a single part."""
         chosen = [p[which] if dtype is None else p[which].to(dtype) for p in self.parts]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, 1)
 
@@ -123,8 +123,8 @@ class Statistics(_PerRow):
     def logprobs(self) -> Tensor:  # (n, P)
         return (self.picked - self.max[:, None]) - self.log_sum[:, None]
 
-    def padded(self, padding: Tensor | None) -> Tensor:
-        """Log-probs (n, P), 0 at `padding`."""
+    def logprobs_or_zero(self, padding: Tensor | None) -> Tensor:
+        """0 at `padding`, where no id was recorded."""
         return self.logprobs if padding is None else self.logprobs.masked_fill(padding, 0.0)
 
 
@@ -156,11 +156,15 @@ class Needs(NamedTuple):
 
 @dataclass
 class Gradients:
-    """Sums in the accumulation dtype, where they are wanted; those of the weight may have its own, being written once for each slice."""
+    """Sums in the accumulation dtype, where they are wanted. d_weight may be in the weight's, if it is written once for each slice."""
 
     hidden: Tensor | None  # (n, D)
     weight: tuple[Tensor | None, ...]  # (V, D_i), one for each part
     bias: Tensor | None  # (V,)
+
+    def trained(self, weight: Weight) -> list[tuple[Tensor, slice]]:
+        """d_weight of the parts that want it, and their columns."""
+        return [(d, columns) for d, columns in zip(self.weight, weight.columns, strict=True) if d is not None]
 
     def add(
         self, part: "Slice", dz: Tensor, hidden: Tensor, rows: slice, outs: "list[tuple[Tensor, slice]]", beta: float
@@ -200,13 +204,6 @@ class Backend(Protocol):
         """Write the gradient of the products hidden . weight of `part` into `out` (n, w)."""
 
 
-class KeepingBackend(Backend, Protocol):
-    """One whose `fold` leaves the products hidden . weight in its tile."""
-
-    def turn(self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients) -> None:
-        """Overwrite the products `z` (n, w) with their gradient: what `dlogits` does, once they are there."""
-
-
 @cache
 def slice_edges(vocab_size: int, hidden_size: int) -> tuple[int, ...]:
     """Where slices begin and end: of nearly equal width, and a function of V and D alone, as then are the bits of a result."""
@@ -242,6 +239,14 @@ def row_blocks(rows: int, bytes_per_row: int, budget: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(edges)]
 
 
+def round_up(rows: int) -> int:
+    return rows + -rows % ROW_UNIT
+
+
+def widest(edges: Sequence[int]) -> int:
+    return max(b - a for a, b in pairwise(edges))
+
+
 def pad(t: Tensor) -> Tensor:
     """Up to a multiple of ROW_UNIT rows, by repeating the last: whatever is computed of it is as finite as there."""
     missing = -t.shape[0] % ROW_UNIT
@@ -260,7 +265,7 @@ def forward(
     total = rows.hidden.shape[0]
     state = State.start(rows.ids, entropy, acc)
     edges = slice_edges(spec.vocab_size, weight.shape[1])
-    columns = max(b - a for a, b in pairwise(edges))
+    columns = widest(edges)
     copies = total * weight.shape[1] * acc.itemsize
     blocks = row_blocks(total, backend.tiles[0] * columns * acc.itemsize, tile_budget(budget, copies))
     tile = (
@@ -311,12 +316,12 @@ def backward(
         )
     sums = replace(add_to, hidden=torch.zeros(total, hidden_size, dtype=acc, device=device) if needs.hidden else None)
     edges = slice_edges(spec.vocab_size, hidden_size)
-    width = max(b - a for a, b in pairwise(edges))
+    width = widest(edges)
     copies = 2 * total * hidden_size * acc.itemsize
     blocks = row_blocks(total, backend.tiles[1] * width * acc.itemsize, tile_budget(budget, copies))
     tile = torch.empty(max(b.stop - b.start for b in blocks) * width, dtype=acc, device=device)
     # d_weight of a slice is summed up in `acc`: in its place, or, where that has fewer bits, beside it.
-    trained = [(d, columns) for d, columns in zip(sums.weight, weight.columns, strict=True) if d is not None]
+    trained = sums.trained(weight)
     beside = [None if d.dtype == acc else torch.empty(width, d.shape[1], dtype=acc, device=device) for d, _ in trained]
     with full_precision(device.type):
         for part in slices(weight, bias, edges, acc, backend.native_dtypes):

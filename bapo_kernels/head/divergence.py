@@ -6,7 +6,6 @@ Both logits of a column are needed at once, so a slice makes two tiles. The back
 the policy's logits is p - q.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -36,9 +35,9 @@ from bapo_kernels.head.rows import Selection
 @torch.compiler.disable
 def linear_kl(
     hidden: Tensor,  # (..., D)
-    weight: Tensor | Sequence[Tensor],  # (V, D)
+    weight: Tensor | tuple[Tensor, ...],  # (V, D)
     rollout_hidden: Tensor,  # (..., D')
-    rollout_weight: Tensor | Sequence[Tensor],  # (V, D')
+    rollout_weight: Tensor | tuple[Tensor, ...],  # (V, D')
     *,
     bias: Tensor | None = None,  # (V,)
     rollout_bias: Tensor | None = None,  # (V,)

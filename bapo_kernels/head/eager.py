@@ -22,7 +22,7 @@ class Epilogues(Protocol):
 
 
 class GemmBackend:
-    """The vendor's GEMM into a tile, then an epilogue over it."""
+    """The vendor's GEMM into a tile, then an epilogue over it. `fold` leaves the products in the tile, for whoever keeps it."""
 
     native_dtypes = False
 

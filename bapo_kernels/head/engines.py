@@ -10,20 +10,23 @@ A pass is one product of hidden states and weight, 2 N V D operations. Where a s
 The unfused path pays 3, and 2 with a weight without gradient.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 import torch
 
-from bapo_kernels.head.chunked import ROW_UNIT, slice_edges, tile_budget
+from bapo_kernels.head.chunked import ROW_UNIT, Backend, round_up, slice_edges, tile_budget, widest
+from bapo_kernels.head.eager import GemmBackend
 
 ENGINES = ("auto", "recompute", "one-pass", "frozen")
 # Fewer rows than these in a product with the vocabulary, and reading the weight takes longer than the pass that is saved.
 MIN_ROWS = 64
 NEAR = 1.05  # of two engines with so nearly the same passes, the one that holds less
+CAPTURED = "rows are not counted while a CUDA graph is captured"
+NOT_KEPT = "its backend does not keep the products of a tile"
 TRAINED = "weight or bias requires a gradient"
 
 
@@ -55,11 +58,34 @@ class Work:
     trained_columns: int  # of the weight
     summed_columns: int  # those of them whose gradient is summed up beside its place, being of fewer bits
     bias_grad: bool
-    early: str | None  # why coefficients are not known token by token; None: they are
+    late_because: str | None  # coefficients hang on more than the token; None: they are known early
     topk: bool
+    entropy_grad: bool
+    captured: bool  # by a CUDA graph: rows cannot be counted
     tiles: int  # of the backend
     keeps: bool  # the backend can keep products
     budget: int
+
+    @classmethod
+    def of(
+        cls,
+        backend: Backend,
+        hidden: torch.dtype,
+        parts: Sequence[tuple[int, torch.dtype, bool]],  # of the weight: columns, dtype, whether trained
+        dtype: torch.dtype,
+        **known,
+    ) -> "Work":
+        return cls(
+            dtype=dtype,
+            hidden_size=sum(columns for columns, _, _ in parts),
+            narrow_hidden=hidden != dtype,
+            widened=len(parts) > 1 or parts[0][1] != dtype,
+            trained_columns=sum(columns for columns, _, trained in parts if trained),
+            summed_columns=sum(columns for columns, part, trained in parts if trained and part != dtype),
+            tiles=max(backend.tiles),
+            keeps=isinstance(backend, GemmBackend),
+            **known,
+        )
 
     @property
     def trains(self) -> bool:
@@ -75,7 +101,7 @@ class Work:
 
     @cached_property
     def columns(self) -> int:
-        return max(b - a for a, b in pairwise(slice_edges(self.vocab_size, self.hidden_size)))
+        return widest(slice_edges(self.vocab_size, self.hidden_size))
 
     @property
     def copied(self) -> int:
@@ -91,7 +117,7 @@ class Work:
         beside = self.one_pass_bytes(0)
         each = self.one_pass_bytes(1) - beside
         fit = max(self.budget - beside, 0) // each
-        return min(fit // ROW_UNIT * ROW_UNIT, self.counted + -self.counted % ROW_UNIT)
+        return min(fit // ROW_UNIT * ROW_UNIT, round_up(self.counted))
 
     def one_pass_bytes(self, capacity: int) -> int:
         """The pool, a tile to rearrange it or those of the backend, the rows at work, and the sums that wait for the backward in full
@@ -123,20 +149,21 @@ class Work:
         return tile + held + self.bytes(self.copied, self.hidden_size) + self.bytes(self.columns, self.summed_columns)
 
 
-@lru_cache(maxsize=256)
 def choose(engine: str, work: Work) -> Plan:
     """The engine for `work`; ValueError where the one that is asked for cannot serve."""
-    refusals = {name: refuse(work) for name, refuse in _REFUSALS.items()}
-    if engine != "auto" and (reason := refusals.get(engine)):
-        raise ValueError(f"engine={engine!r} cannot serve this call: {reason}")
     m, a = work.unmasked, work.active
     if not work.trains:
         return Plan("recompute", m, work.forward_bytes(), "no gradient is wanted")
-    products = work.hidden_grad + work.trained_columns / work.hidden_size
+    refusals = {"recompute": None, "one-pass": _refuse_one_pass(work), "frozen": _refuse_frozen(work)}
+    if engine != "auto" and (reason := refusals[engine]):
+        raise ValueError(f"engine={engine!r} cannot serve this call: {reason}")
+    products = work.hidden_grad + work.trained_columns / max(work.hidden_size, 1)
+    # The gradient of an entropy is not prepared: its rows are made again.
+    again = 2 * a if work.entropy_grad else 0.0
     plans = {
         "recompute": Plan("recompute", m + (1 + products) * a, work.recompute_bytes(), ""),
         "one-pass": Plan("one-pass", m + products * a, work.one_pass_bytes(work.capacity), ""),
-        "frozen": Plan("frozen", 2 * m, work.frozen_bytes(), ""),
+        "frozen": Plan("frozen", 2 * m + again, max(work.frozen_bytes(), work.recompute_bytes() if again else 0), ""),
     }
     if engine != "auto":
         return plans[engine]._replace(reason="asked for")
@@ -146,35 +173,31 @@ def choose(engine: str, work: Work) -> Plan:
         )
     if refusals["frozen"] is None and work.frozen_bytes() > work.budget:
         refusals["frozen"] = f"d logprob / d hidden takes more than memory_budget={work.budget}"
-    served = [plan for name, plan in plans.items() if refusals.get(name) is None]
+    served = [plan for name, plan in plans.items() if refusals[name] is None]
     fewest = min(plan.passes for plan in served)
     best = min((plan for plan in served if plan.passes <= NEAR * fewest), key=lambda plan: plan.memory_bytes)
+    why = "fewest passes" if best.passes == fewest else "nearly the fewest passes, in less memory"
     others = [f"{name}: {reason}" for name, reason in refusals.items() if reason and reason != TRAINED]
-    return best._replace(reason="; ".join(["fewest passes", *others]))
+    return best._replace(reason="; ".join([why, *others]))
 
 
 def _refuse_one_pass(work: Work) -> str | None:
-    if not work.trains:
-        return None
-    if work.early:
-        return work.early
+    if work.late_because:
+        return work.late_because
+    if work.captured:
+        return CAPTURED
     if not work.keeps:
-        return "its backend does not keep the products of a tile"
+        return NOT_KEPT
     if work.capacity < min(ROW_UNIT, work.counted):
         return f"memory_budget={work.budget} does not hold the products of {ROW_UNIT} rows, which take {work.one_pass_bytes(ROW_UNIT)}"
     return None
 
 
 def _refuse_frozen(work: Work) -> str | None:
-    if not work.trains:
-        return None
     if work.head_grad:
         return TRAINED
     if work.topk:
         return "the loss reads log-probs of recorded ids"
-    if not work.keeps:
-        return "its backend does not keep the products of a tile"
-    return None
-
-
-_REFUSALS = {"one-pass": _refuse_one_pass, "frozen": _refuse_frozen}
+    if work.captured:
+        return CAPTURED
+    return None if work.keeps else NOT_KEPT

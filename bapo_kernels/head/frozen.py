@@ -8,19 +8,18 @@ parts would cancel to nothing but rounding.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from bapo_kernels.head import chunked
-from bapo_kernels.head.chunked import Coefficients, KeepingBackend, LogitSpec, Rows, State, Statistics, Weight
-from bapo_kernels.head.eager import FLOOR
+from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, State, Statistics, Weight
+from bapo_kernels.head.eager import FLOOR, GemmBackend
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
 
 
 def forward(
-    backend: KeepingBackend,
+    backend: GemmBackend,
     rows: Rows,
     weight: Weight,
     bias: Tensor | None,
@@ -34,10 +33,10 @@ def forward(
     rows = replace(rows, hidden=rows.hidden.to(acc)).map(chunked.pad)
     total = rows.hidden.shape[0]
     state, others = State.start(rows.ids, entropy, acc), torch.zeros_like(rows.hidden)
-    product = torch.zeros(total, dtype=acc, device=device)  # hidden . W_y
+    product = torch.zeros(total, 1, dtype=acc, device=device)  # hidden . W_y
     no_ids = rows.ids.new_zeros(total, 0)
     edges = chunked.slice_edges(spec.vocab_size, weight.shape[1])
-    columns = max(b - a for a, b in pairwise(edges))
+    columns = chunked.widest(edges)
     copies = 2 * others.nbytes
     blocks = chunked.row_blocks(total, max(backend.tiles) * columns * acc.itemsize, chunked.tile_budget(budget, copies))
     tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
@@ -47,22 +46,24 @@ def forward(
                 z, here, running = chunked.tile_of(tile, block, part), rows.rows(block), state.rows(block)
                 before = running.max.clone()
                 backend.fold(here, part, spec, running, z)
-                column = here.ids[:, 0] - part.first
-                at = ((column >= 0) & (column < z.shape[1])).nonzero().squeeze(1)
-                column = column[at]
-                product[block][at] = z[at, column]
+                column = here.ids - part.first
+                outside = (column < 0) | (column >= z.shape[1])
+                column = column.clamp(0, z.shape[1] - 1)
+                product[block] = torch.where(outside, product[block], z.gather(1, column))
                 m = running.max.clamp(min=torch.finfo(acc).min)  # not -inf: -inf - -inf is NaN
                 backend.turn(z, replace(here, ids=no_ids[block]), part, spec, *_exponentials(m))
-                z[at, column] = 0.0
+                z.scatter_(1, column, torch.where(outside, z.gather(1, column), 0.0))
                 rescale = (before - m).clamp_(min=FLOOR).exp_()
                 others[block].mul_(rescale[:, None]).addmm_(z, part.weight)
+    room = tile.nbytes
+    del tile
     stats = state.statistics()
-    own = -torch.expm1(stats.logprobs[:, 0]) * _slope(product, rows, bias, spec)
-    for block in blocks:
+    own = -torch.expm1(stats.logprobs[:, 0]) * _slope(product[:, 0], rows, bias, spec)
+    u = others.div_(-state.sum[:, None])
+    for block in chunked.row_blocks(total, weight.shape[1] * acc.itemsize, room):
         ids = rows.ids[block, 0].clamp(0, spec.vocab_size - 1)
-        u = others[block].div_(-state.sum[block, None])
-        u.addcmul_(own[block, None], weight.rows(ids, acc))
-    return stats.rows(slice(0, n)), others[:n]
+        u[block].addcmul_(own[block, None], weight.rows(ids, acc))
+    return stats.rows(slice(0, n)), u[:n]
 
 
 def _exponentials(m: Tensor) -> tuple[Statistics, Coefficients]:

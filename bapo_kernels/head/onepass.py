@@ -21,7 +21,6 @@ from bapo_kernels.head.chunked import (
     ROW_UNIT,
     Coefficients,
     Gradients,
-    KeepingBackend,
     Needs,
     Rows,
     Slice,
@@ -29,7 +28,9 @@ from bapo_kernels.head.chunked import (
     Statistics,
     Weight,
     pad,
+    round_up,
 )
+from bapo_kernels.head.eager import GemmBackend
 from bapo_kernels.head.inputs import Problem
 from bapo_kernels.head.precision import full_precision
 
@@ -49,7 +50,6 @@ class Pool:
         buffer = torch.empty(height * edges[-1], dtype=dtype, device=device)
         self.tiles = [buffer[height * a : height * b].view(height, b - a) for a, b in pairwise(edges)]
         self.rows = torch.empty(0, dtype=torch.int64, device=device)  # numbers of the rows at its places
-        self.in_order = True  # place i holds row i
 
     @property
     def filled(self) -> int:
@@ -61,12 +61,9 @@ class Pool:
 
     def keep(self, places: Tensor) -> None:
         """Only the rows at `places`, in that order."""
-        count = places.shape[0]
-        if count == self.filled and bool((places == torch.arange(count, device=places.device)).all()):
-            return
         for tile in self.tiles:
-            tile[:count] = tile[places]
-        self.rows, self.in_order = self.rows[places], False
+            tile[: places.shape[0]] = tile[places]
+        self.rows = self.rows[places]
 
 
 class OnePass:
@@ -75,7 +72,7 @@ class OnePass:
     def __init__(
         self,
         problem: Problem,
-        backend: KeepingBackend,
+        backend: GemmBackend,
         hidden: Tensor,  # (N, D)
         weight: Weight,
         bias: Tensor | None,
@@ -87,12 +84,13 @@ class OnePass:
         self.problem, self.backend, self.hidden, self.weight, self.bias = problem, backend, hidden, weight, bias
         n, acc, device = problem.selection.rows, problem.dtype, hidden.device
         self.edges = chunked.slice_edges(problem.spec.vocab_size, weight.shape[1])
-        self.pool = Pool(min(capacity, n + -n % ROW_UNIT), self.edges, acc, device)
+        self.pool = Pool(min(capacity, round_up(n)), self.edges, acc, device)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=acc, device=device)
 
-        if not 0 < n <= self.pool.capacity:  # not in one block: what is known of each row is collected here
+        self.one_block = 0 < n <= capacity
+        if not self.one_block:  # what is known of each row is collected here
             ids = problem.ids.shape
             self.stats = Statistics(zeros(n), zeros(n), zeros(n), zeros(*ids))
             self.used = Coefficients(zeros(n), zeros(n) if entropy else None, zeros(*ids))
@@ -113,49 +111,50 @@ class OnePass:
         while start < n:
             left = n - start
             blocks = -(-left // self.pool.room)  # of nearly equal size
-            stop = start + min(left, -(-left // (blocks * ROW_UNIT)) * ROW_UNIT)
-            self._fold(slice(start, stop))
+            stop = start + min(left, round_up(-(-left // blocks)))
+            block = torch.arange(start, stop, device=self.hidden.device)
+            self._fold(block)
             if stop < n:
-                self._make_room(slice(start, stop), early)
+                self._make_room(block, early)
             start = stop
         return self.stats
 
     def finish(self, final: Coefficients, budget: int) -> Gradients:
         """The gradients, given the coefficients of all rows."""
-        held, complete = self.pool.rows, self.pool.filled == self.problem.selection.rows
-        if complete:
+        held = self.pool.rows
+        if self.one_block:
             self.used = final
         else:
             self.used.put(held, final.rows(held))
-        self.pool.keep(self.used.wanted()[held].nonzero().squeeze(1))
+        wanted = self.used.wanted()[held].nonzero().squeeze(1)
+        if wanted.shape[0] < held.shape[0]:
+            self.pool.keep(wanted)
         self._turn(first=0)
         del self.pool  # what follows has the budget for itself
-        for d, _ in self._trained():
+        for d, _ in self.gradients.trained(self.weight):
             d[self.problem.spec.vocab_size if self.beta else 0 :].zero_()
-        if not complete:
+        if not self.one_block:
             self._correct(final, budget)
         return self.gradients
 
-    def _fold(self, block: slice) -> None:
+    def _fold(self, block: Tensor) -> None:
         """Fold the rows `block` into their statistics; their products stay at the end of the pool."""
         rows, first = self._rows(block).map(pad), self.pool.filled
         state = State.start(rows.ids, True, self.problem.dtype)
         for part, tile in self._slices():
             self.backend.fold(rows, part, self.problem.spec, state, tile[first : first + rows.ids.shape[0]])
-        stats = state.rows(slice(0, block.stop - block.start)).statistics()
-        if self.pool.capacity >= self.problem.selection.rows:
+        stats = state.rows(slice(0, block.shape[0])).statistics()
+        if self.one_block:
             self.stats = stats
         else:
             self.stats.put(block, stats)
-        number = torch.arange(block.start, block.stop, device=self.hidden.device)
-        self.pool.rows = torch.cat([self.pool.rows, number])
+        self.pool.rows = torch.cat([self.pool.rows, block])
 
-    def _make_room(self, block: slice, early: EarlyCoefficients) -> None:
+    def _make_room(self, block: Tensor, early: EarlyCoefficients) -> None:
         """After the rows `block` came in: rows without a gradient go; the others, when they fill half of the pool. Undecided rows may
         wait in the other half."""
-        number = torch.arange(block.start, block.stop, device=self.hidden.device)
-        coef, settled = early(number, self.stats.rows(block))
-        self.used.put(block, coef.map(lambda t: t.masked_fill(~settled.view(-1, *(1,) * (t.dim() - 1)), 0.0)))
+        coef, settled = early(block, self.stats.rows(block))
+        self.used.put(block[settled], coef.rows(settled))
         self.settled[block] = settled
         # Of whole units: what the undecided leave has room for the next block.
         rows, half = self.pool.rows, self.pool.capacity // (2 * ROW_UNIT) * ROW_UNIT
@@ -163,18 +162,17 @@ class OnePass:
         undecided = (~settled).nonzero().squeeze(1)
         undecided = undecided[max(undecided.shape[0] - half, 0) :]
         ready = (settled & self.used.wanted()[rows]).nonzero().squeeze(1)
-        self.pool.keep(torch.cat([undecided, ready]))
+        if undecided.shape[0] or ready.shape[0] < rows.shape[0]:
+            self.pool.keep(torch.cat([undecided, ready]))
         if self.pool.filled > half:
             self._turn(first=undecided.shape[0])
 
     def _turn(self, first: int) -> None:
         """Turn the products at places from `first` on into their gradient, use it, and free the places."""
-        pool = self.pool
-        count = pool.filled - first
+        number, self.pool.rows = self.pool.rows[first:], self.pool.rows[:first]
+        count = number.shape[0]
         if count == 0:
             return
-        number = slice(first, pool.filled) if pool.in_order else pool.rows[first:]
-        pool.rows, pool.in_order = pool.rows[:first], False
         rows, stats, coef = self._rows(number), self.stats.rows(number), self.used.rows(number)
         hidden, sums = pad(rows.hidden), self.gradients
         if sums.hidden is not None:
@@ -183,10 +181,10 @@ class OnePass:
             dz = tile[first : first + hidden.shape[0]]
             self.backend.turn(dz[:count], rows, part, self.problem.spec, stats, coef)
             dz[count:].zero_()
-            outs = [(d[part.first : part.last], columns) for d, columns in self._trained()]
+            outs = [(d[part.first : part.last], columns) for d, columns in sums.trained(self.weight)]
             sums.add(part, dz, hidden, slice(None), outs, self.beta)
         self.beta = 1.0
-        self._add_to_hidden(number, sums, count)
+        self._add_to_hidden(number, sums)
 
     def _correct(self, final: Coefficients, budget: int) -> None:
         """Add what is missing, or too much, where the coefficients used are not the final ones."""
@@ -206,31 +204,19 @@ class OnePass:
             *(self._rows(number), stats, missing, self.weight, self.bias, problem.spec, self.needs, budget),
             add_to=self.gradients,
         )
-        self._add_to_hidden(number, sums, number.shape[0])
+        self._add_to_hidden(number, sums)
 
-    def _add_to_hidden(self, number: Tensor | slice, sums: Gradients, count: int) -> None:
-        if self.gradients.hidden is None or sums.hidden is None:
-            return
-        place = self._place(number)
-        if isinstance(place, slice):
-            self.gradients.hidden[place] += sums.hidden[:count]
-        else:
-            self.gradients.hidden.index_add_(0, place, sums.hidden[:count])
+    def _add_to_hidden(self, number: Tensor, sums: Gradients) -> None:
+        if self.gradients.hidden is not None and sums.hidden is not None:
+            place = self.problem.selection.place(number)
+            self.gradients.hidden.index_add_(0, place, sums.hidden[: number.shape[0]])
 
-    def _trained(self) -> list[tuple[Tensor, slice]]:
-        """d_weight of the parts that want it, and their columns."""
-        pairs = zip(self.gradients.weight, self.weight.columns, strict=True)
-        return [(d, columns) for d, columns in pairs if d is not None]
-
-    def _place(self, number: Tensor | slice) -> Tensor | slice:
-        """Where rows stand among all N, by their number among those that count."""
-        index = self.problem.selection.index
-        return number if index is None else index[number]
-
-    def _rows(self, number: Tensor | slice) -> Rows:
+    def _rows(self, number: Tensor) -> Rows:
+        """Rows by their number among those that count."""
         problem = self.problem
         inv_temperature = None if problem.inv_temperature is None else problem.inv_temperature[number]
-        return Rows(self.hidden[self._place(number)].to(problem.dtype), problem.ids[number], inv_temperature)
+        hidden = self.hidden[problem.selection.place(number)].to(problem.dtype)
+        return Rows(hidden, problem.ids[number], inv_temperature)
 
     def _slices(self) -> Iterator[tuple[Slice, Tensor]]:
         parts = chunked.slices(self.weight, self.bias, self.edges, self.problem.dtype, native=False)

@@ -27,6 +27,10 @@ class Selection:
     def rows(self) -> int:
         return self.total if self.index is None else self.index.shape[0]
 
+    def place(self, number: Tensor) -> Tensor:
+        """Where rows stand among all, by their number among the selected."""
+        return number if self.index is None else self.index[number]
+
     def take(self, t: Tensor, fill: float = 0) -> Tensor:
         """(N, ...) to (n, ...); rows that are only masked hold `fill`."""
         if self.index is not None:

@@ -91,7 +91,8 @@ class BAPO(Loss):
     def brackets(self) -> tuple[Loss, ...]:
         """The bounds at the start and at the end: a token that both of them clip, or neither, every point between treats alike."""
         ends = ((low, high) for low, high in zip(self.c_low, self.c_high, strict=True))
-        return tuple(replace(self, c_low=(low, low), c_high=(high, high)) for low, high in ends)
+        first, last = (replace(self, c_low=(low, low), c_high=(high, high)) for low, high in ends)
+        return (first,) if first == last else (first, last)
 
     def rule(self, x: Tokens) -> TokenLoss:
         bounds = find_bounds(self, x)

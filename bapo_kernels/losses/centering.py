@@ -35,6 +35,7 @@ class ScoreCentering(Loss):
 
     name: ClassVar[str] = "score-centering"
     needs: ClassVar[tuple[str, ...]] = ("rollout_topk_ids", "rollout_topk_logprobs")
+    token_local: ClassVar[bool] = True
 
     def __post_init__(self):
         self._require("weight", self.weight in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
@@ -72,5 +73,3 @@ class ScoreCentering(Loss):
         if self.weight == "tis":
             return torch.minimum(p, self.tis_cap * q)
         return torch.where((p < self.mis_low * q) | (p > self.mis_high * q), 0.0, p)
-
-    token_local: ClassVar[bool] = True

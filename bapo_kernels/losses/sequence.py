@@ -138,8 +138,8 @@ class TOPR(Loss):
         self._require("cap", self.cap >= self.floor, f"at least floor={self.floor}")
 
     @property
-    def brackets(self) -> tuple[Loss, ...]:
-        return (self,) if self.ratio == "token" else ()
+    def token_local(self) -> bool:  # type: ignore[override]
+        return self.ratio == "token"
 
     def rule(self, x: Tokens) -> TokenLoss:
         log_rho = (x.logprobs - x.rollout_logprobs).detach()

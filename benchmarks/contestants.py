@@ -22,11 +22,13 @@ Contestant = Callable[[Batch], Tensor]  # -> loss
 
 DEFAULT = (
     "plain",
+    "plain compact",
     "plain compiled",
     "checkpointed chunks",
     "torch linear_cross_entropy",
     "liger",
     "trl",
+    "trl compact",
     "verl",
     "bapo_kernels",
     "bapo_kernels recompute",

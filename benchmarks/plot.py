@@ -1,6 +1,7 @@
 """The figure: time and memory of each contestant for each pattern, and ours as the batch grows."""
 
 from pathlib import Path
+from textwrap import shorten
 
 import matplotlib
 
@@ -10,7 +11,7 @@ from batch import PATTERNS
 from contestants import OURS
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
-from report import Row, provenance
+from report import Row, of_one_machine, provenance
 
 # Okabe and Ito's colours, which hold for colour-blind eyes: ours, the plain path, everyone else
 BLUE, SKY, GREY, LIGHT = "#0072B2", "#56B4E9", "#5F5F5F", "#BDBDBD"
@@ -34,7 +35,8 @@ STYLE = {
 
 
 def figure(rows: list[Row], path: Path) -> None:
-    peers = [r for r in rows if r.section == "peers" and r.seconds is not None]
+    rows = of_one_machine(rows)
+    peers = [r for r in rows if r.section == "peers"]
     scaled = [r for r in rows if r.section == "scaling" and r.seconds is not None]
     if not peers:
         raise SystemExit("nothing to draw: no row of the section peers has numbers")
@@ -68,6 +70,7 @@ def figure(rows: list[Row], path: Path) -> None:
 def bars(band, rows: list[Row], patterns: list[str], names: list[str], field: str, title: str) -> None:
     """A panel for each pattern, contestants in the same order in all of them, numbers at the bars."""
     value = {(r.pattern, r.contestant): getattr(r, field) for r in rows}
+    reason = {(r.pattern, r.contestant): r.reason for r in rows}
     known = [v for v in value.values() if v is not None]
     if not known:
         return
@@ -80,7 +83,7 @@ def bars(band, rows: list[Row], patterns: list[str], names: list[str], field: st
                 ax.text(
                     0.01,
                     y,
-                    "not for this pattern",
+                    shorten(reason.get((pattern, name)) or "not measured", 40),
                     va="center",
                     fontsize=7.5,
                     color=GREY,

@@ -21,7 +21,7 @@ class Row:
     seconds: float | None = None  # median of the turns
     fastest: float | None = None
     slowest: float | None = None
-    ratio: float | None = None  # to the section's first contestant in this run
+    ratio: float | None = None  # to the plain path, or the section's own base, in this run
     gflops: float | None = None  # of the passes that are needed: whoever does more, or does it slower, has fewer
     gemm_gflops: float | None = None  # bare matrix products in the same run
     gemm_share: float | None = None
@@ -107,9 +107,18 @@ def errors(cases: list[list[Row]]) -> str:
     return "\n".join(lines)
 
 
+def of_one_machine(rows: list[Row]) -> list[Row]:
+    """Those of the machine and versions of the last one."""
+
+    def facts(row: Row) -> tuple:
+        return row.cpu, row.cores, row.threads, row.torch, row.liger, row.trl, row.verl, row.bapo_kernels
+
+    return [row for row in rows if facts(row) == facts(rows[-1])]
+
+
 def markdown(rows: list[Row]) -> str:
     """What the README shows, a table for each section and size."""
-    parts = []
+    rows, parts = of_one_machine(rows), []
     for (section, hidden, vocab), group in _groups(rows, lambda r: (r.section, r.hidden, r.vocab)):
         if section in ("peers", "options"):
             for tokens, table in _groups(group, lambda r: r.tokens):

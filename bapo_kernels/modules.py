@@ -49,6 +49,7 @@ class LinearPolicyLoss(nn.Module):
         _check_names("LinearPolicyLoss", linear_policy_loss, self.options)
         backends.check_name(options.get("backend", "auto"))
         check_engine(options.get("engine", "auto"))
+        backends.resolve_budget(options.get("memory_budget"))
         shared = {k: v for k, v in options.items() if k in PolicyOptions.__dataclass_fields__}
         PolicyOptions(loss=resolve(loss), **shared)  # a mistake shows here, not at the first batch
 

@@ -25,7 +25,7 @@ def plan(
     *,
     loss: str | Loss = "bapo",
     unmasked: float = 1.0,
-    active: float = 1.0,
+    active: float | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     weight_grad: bool = True,
@@ -44,7 +44,8 @@ def plan(
     Args:
         tokens, hidden_size, vocab_size: N, D and V of the call.
         loss, correction, kl_coef, entropy_coef, top_entropy, memory_budget, backend, engine: as there.
-        unmasked, active: shares of the tokens that count, and that have a gradient (neither masked, nor clipped, nor of advantage 0).
+        unmasked, active: shares of the tokens that count, and that have a gradient (neither masked, nor clipped, nor of advantage 0;
+            None: all that count).
         dtype: of hidden states and weight.
         weight_grad, hidden_grad: whether they are trained.
         old_logprobs: whether they are given.
@@ -60,6 +61,7 @@ def plan(
     for name, size, least in (("tokens", tokens, 0), ("hidden_size", hidden_size, 1), ("vocab_size", vocab_size, 1)):
         if not is_whole(size) or size < least:
             raise ValueError(f"{name} must be an integer, at least {least}, got {size!r}")
+    active = unmasked if active is None else active
     for name, share, most in (("unmasked", unmasked, 1.0), ("active", active, unmasked)):
         if not is_number(share) or not 0 <= share <= most:
             raise ValueError(f"{name} must be a share in [0, {most:g}], got {share!r}")
@@ -71,6 +73,10 @@ def plan(
         device = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device={str(device)!r} is not there: a plan hangs on its backends, so ask where the call will run"
+        )
     check_engine(engine)
     options = PolicyOptions(
         loss=losses.resolve(loss),
@@ -79,7 +85,7 @@ def plan(
         entropy_coef=entropy_coef,
         top_entropy=top_entropy,
     )
-    chosen, budget = choose_backend(backend, torch.device(device)), resolve_budget(memory_budget)
+    chosen, budget = choose_backend(backend, device), resolve_budget(memory_budget)
     if chosen is None:
         raise ValueError("backend='reference' has no engines: it holds the logits of all tokens that count")
     work = Work.of(

@@ -135,7 +135,7 @@ BAD = {
     "hidden_size": [0, -1, 2.5],
     "vocab_size": [0, -3, "x"],
     "unmasked": [-0.1, 1.1, "x", float("nan")],
-    "active": [-0.1, 1.1, None, float("nan")],
+    "active": [-0.1, 1.1, "x", float("nan")],
     "dtype": [torch.int32, "float32", None],
     "backend": ["x"],
     "engine": ["x", "one_pass", ["x"]],

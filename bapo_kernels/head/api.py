@@ -139,7 +139,8 @@ def linear_logprobs(
         logit_scale, softcap: multiplies the logits; then `softcap * tanh(logits / softcap)`.
         vocab_size: rows of `weight` from here on are padding: no probability, no gradient.
         topk_ids: ids whose log-probs are wanted too, K per token; -1 is padding (its log-prob is 0).
-        return_entropy: also the entropy in nats, over the same distribution.
+        return_entropy: also the entropy in nats, over the same distribution. With a weight that is not trained, a gradient of the entropy
+            costs two passes over the rows concerned (`linear_policy_loss` knows beforehand, and does better).
         backend: "auto", "triton", "cpu", "torch" or "reference" (plain autograd on materialised logits: the oracle).
         memory_budget: bytes for temporary tiles; None: BAPO_KERNELS_MEMORY_BUDGET, or 256 MiB.
 

@@ -266,7 +266,7 @@ def forward(
     state = State.start(rows.ids, entropy, acc)
     edges = slice_edges(spec.vocab_size, weight.shape[1])
     columns = widest(edges)
-    copies = total * weight.shape[1] * acc.itemsize
+    copies = 2 * total * weight.shape[1] * acc.itemsize
     blocks = row_blocks(total, backend.tiles[0] * columns * acc.itemsize, tile_budget(budget, copies))
     tile = (
         torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
@@ -317,7 +317,7 @@ def backward(
     sums = replace(add_to, hidden=torch.zeros(total, hidden_size, dtype=acc, device=device) if needs.hidden else None)
     edges = slice_edges(spec.vocab_size, hidden_size)
     width = widest(edges)
-    copies = 2 * total * hidden_size * acc.itemsize
+    copies = 3 * total * hidden_size * acc.itemsize
     blocks = row_blocks(total, backend.tiles[1] * width * acc.itemsize, tile_budget(budget, copies))
     tile = torch.empty(max(b.stop - b.start for b in blocks) * width, dtype=acc, device=device)
     # d_weight of a slice is summed up in `acc`: in its place, or, where that has fewer bits, beside it.

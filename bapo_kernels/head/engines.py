@@ -130,22 +130,26 @@ class Work:
         return pool + waiting + self.bytes(self.copied, d)
 
     def frozen_bytes(self) -> int:
-        """d logprob / d hidden, a copy of the rows, and the tile."""
-        return self._looped(self.counted, 2)
+        """d logprob / d hidden, the rows and their padded copy, and the tile."""
+        return self._looped(self.counted, 3)
 
     def recompute_bytes(self) -> int:
-        """The tile, the rows that are picked out or widened, and their gradient before it is put in its place."""
+        """The tile, the rows that are picked out or widened and their padded copy, and their gradient before it is put in its place."""
         rows = round(self.tokens * self.active)
-        picked = rows < self.tokens or self.narrow_hidden
-        return max(self.forward_bytes(), self._looped(rows, 2 * picked))
+        return max(self.forward_bytes(), self._looped(rows, 3 if self._picked(rows) else 0))
 
     def forward_bytes(self) -> int:
-        return self._looped(self.counted, int(self.counted < self.tokens or self.narrow_hidden))
+        return self._looped(self.counted, 2 if self._picked(self.counted) else 0)
+
+    def _picked(self, rows: int) -> bool:
+        """Whether these rows are copied: not all of them, not of the dtype, or not of whole units."""
+        return rows < self.tokens or self.narrow_hidden or rows % ROW_UNIT != 0
 
     def _looped(self, rows: int, copies: int) -> int:
         """Of a loop over slices of the vocabulary that holds so many copies of its rows."""
         held = self.bytes(copies, rows, self.hidden_size)
-        tile = min(self.bytes(self.tiles, rows, self.columns), tile_budget(self.budget, held))
+        each = self.bytes(self.tiles, self.columns)
+        tile = min(each * round_up(rows), max(tile_budget(self.budget, held), each * ROW_UNIT))
         return tile + held + self.bytes(self.copied, self.hidden_size) + self.bytes(self.columns, self.summed_columns)
 
 
@@ -175,7 +179,9 @@ def choose(engine: str, work: Work) -> Plan:
         refusals["frozen"] = f"d logprob / d hidden takes more than memory_budget={work.budget}"
     served = [plan for name, plan in plans.items() if refusals[name] is None]
     fewest = min(plan.passes for plan in served)
-    best = min((plan for plan in served if plan.passes <= NEAR * fewest), key=lambda plan: plan.memory_bytes)
+    # Without a gradient of the head, d logprob / d hidden and kept products come out nearly alike where most tokens are active.
+    near = fewest if work.head_grad else NEAR * fewest
+    best = min((plan for plan in served if plan.passes <= near), key=lambda plan: plan.memory_bytes)
     why = "fewest passes" if best.passes == fewest else "nearly the fewest passes, in less memory"
     others = [f"{name}: {reason}" for name, reason in refusals.items() if reason and reason != TRAINED]
     return best._replace(reason="; ".join([why, *others]))

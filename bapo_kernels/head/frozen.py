@@ -37,7 +37,7 @@ def forward(
     no_ids = rows.ids.new_zeros(total, 0)
     edges = chunked.slice_edges(spec.vocab_size, weight.shape[1])
     columns = chunked.widest(edges)
-    copies = 2 * others.nbytes
+    copies = 3 * others.nbytes
     blocks = chunked.row_blocks(total, max(backend.tiles) * columns * acc.itemsize, chunked.tile_budget(budget, copies))
     tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
     with full_precision(device.type):

@@ -42,7 +42,7 @@ class Selection:
     def put(self, t: Tensor) -> Tensor:
         """The inverse: (n, ...) to (N, ...), exactly 0 in rows that are not selected."""
         if self.index is not None:
-            return t.new_zeros(self.total, *t.shape[1:]).index_copy(0, self.index, t)
+            return t.new_zeros(self.total, *t.shape[1:]).index_copy_(0, self.index, t)
         return self.take(t)
 
     def then(self, inner: "Selection") -> "Selection":

@@ -218,6 +218,7 @@ class Trace:
     capacity: int = 0
     blocks: int = 0
     turned: int = 0  # rows whose products became their gradient
+    turns: int = 0  # in so many steps
     undecided: int = 0
     again: int = 0  # rows whose logits were made again
 
@@ -241,6 +242,7 @@ def trace(monkeypatch) -> Trace:
 
     def watched_turn(self, first):
         seen.turned += self.pool.filled - first
+        seen.turns += self.pool.filled > first
         return turn(self, first)
 
     def watched_finish(self, final, budget):

@@ -101,11 +101,13 @@ def test_within_the_budget_and_the_plan(engine, n, budget, pattern):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_dtypes(dtype, engine):
+    """Sums in fp32 wait beside a weight of bf16: 20 MiB here."""
     engine, learns = ENGINES[engine]
-    options = {"engine": engine, "memory_budget": 32 * MIB, "backend": "cpu"}
-    plan = bk.plan(1024, D, V, loss="ppo", dtype=dtype, weight_grad=learns[1], old_logprobs=False, **options)
-    found = measured(inputs(1024, "full", dtype), learns, **options)
-    assert found <= plan.memory_bytes + vectors(1024), f"{found / MIB:.2f} MiB, not {plan.memory_bytes / MIB:.2f}"
+    n, d = 1024, 256
+    options = {"engine": engine, "memory_budget": 48 * MIB, "backend": "cpu"}
+    plan = bk.plan(n, d, V, loss="ppo", dtype=dtype, weight_grad=learns[1], old_logprobs=False, **options)
+    found = measured(inputs(n, "full", dtype, d=d), learns, **options)
+    assert found <= plan.memory_bytes + vectors(n), f"{found / MIB:.2f} MiB, not {plan.memory_bytes / MIB:.2f}"
 
 
 @pytest.mark.parametrize("engine", ["recompute", "one-pass", "frozen"])

@@ -294,3 +294,12 @@ def test_the_small_pool_is_what_the_budget_allows(trace):  # noqa: F811
         assert trace.capacity == rows
     with pytest.raises(ValueError, match=r"one-pass.*memory_budget=.*16 rows"):
         run(args, engine="one-pass", memory_budget=pool_of(16, args) - 1)
+
+
+def test_rows_wait_for_others_before_they_are_multiplied(trace):  # noqa: F811
+    """Where few have a gradient, a product with the vocabulary still has as many rows as half of the pool."""
+    args = batch("dapo", n=800, d=5, v=60)
+    args["advantages"] = args["advantages"].masked_fill(torch.arange(800) % 5 != 0, 0.0)
+    run(args, engine="one-pass", memory_budget=pool_of(64, args))
+    assert trace.blocks > 9 and trace.turned > 50
+    assert (trace.turns - 1) * 32 < trace.turned

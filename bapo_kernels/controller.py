@@ -47,9 +47,10 @@ def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
             positive, negative = torch.minimum(r, high), torch.maximum(r, low)
         else:
             positive, negative = torch.where(r <= high, r, 0.0), torch.where(r >= low, r, 0.0)
-        # Not "where A > 0": an advantage of NaN is in both sums, and shows. Where a token does not count, A = 0.
-        s_plus = torch.where(advantage <= 0, 0.0, weight) @ positive
-        s_minus = torch.where(advantage >= 0, 0.0, weight) @ negative
+        # Not <= 0, rather than > 0: an advantage of NaN is in both sums, and shows.
+        active = x.mask.flatten()
+        s_plus = torch.where(active & ~(advantage <= 0), weight, 0.0) @ positive
+        s_minus = torch.where(active & ~(advantage >= 0), weight, 0.0) @ negative
         if x.dp_group is not None:
             sums = torch.cat([s_plus, s_minus])
             torch.distributed.all_reduce(sums, group=x.dp_group)

@@ -108,12 +108,13 @@ def plan(
     return choose(engine, work)
 
 
-def work_of(head: Head, backend: Backend, batch: Batch) -> Work:
-    """The work of a call."""
+def work_of(head: Head, backend: Backend, batch: Batch, engine: str) -> Work:
+    """The work of a call that asks for `engine`."""
     options, recorded = batch.options, batch.recorded
     late_because = _late_because(options, recorded.old_logprobs is not None)
     work = head.work(backend, late_because=late_because, entropy_grad=options.entropy_coef != 0)
-    if not work.keeps or work.captured or work.head_grad or _all_have_a_gradient(options):
+    settled = engine != "auto" or not work.keeps or work.captured or work.head_grad
+    if settled or _all_have_a_gradient(options):
         return work
     # Only here the choice hangs on it. Some losses train tokens without an advantage too; the result is as right.
     return replace(work, active=int((batch.active & (recorded.advantages != 0)).sum()) / max(work.tokens, 1))

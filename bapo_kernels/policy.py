@@ -236,7 +236,7 @@ def linear_policy_loss(
             if engine != "auto":
                 raise ValueError(f"engine={engine!r} cannot serve this call: backend='reference' holds all logits")
             return evaluate(batch, *head.statistics(entropy=True))
-        work = work_of(head, head.backend, batch)
+        work = work_of(head, head.backend, batch, engine)
         chosen = choose(engine, work).engine
         if chosen == "one-pass":
             return one_pass(head, batch, work.capacity)

@@ -162,6 +162,17 @@ class Gradients:
     weight: tuple[Tensor | None, ...]  # (V, D_i), one for each part
     bias: Tensor | None  # (V,)
 
+    @classmethod
+    def start(cls, needs: Needs, weight: Weight, rows: int, acc: torch.dtype, like: torch.dtype | None) -> "Gradients":
+        """Sums of `rows` of hidden that are 0 so far; d_weight, whose first product overwrites it, in the dtype `like`, or its weight's."""
+        (vocab, width), device = weight.shape, weight.parts[0].device
+        pairs = zip(weight.parts, needs.weight, strict=True)
+        return cls(
+            torch.zeros(rows, width, dtype=acc, device=device) if needs.hidden else None,
+            tuple(torch.empty(p.shape, dtype=like or p.dtype, device=device) if need else None for p, need in pairs),
+            torch.zeros(vocab, dtype=acc, device=device) if needs.bias else None,
+        )
+
     def trained(self, weight: Weight) -> list[tuple[Tensor, slice]]:
         """d_weight of the parts that want it, and their columns."""
         return [(d, columns) for d, columns in zip(self.weight, weight.columns, strict=True) if d is not None]
@@ -265,18 +276,12 @@ def forward(
     total = rows.hidden.shape[0]
     state = State.start(rows.ids, entropy, acc)
     edges = slice_edges(spec.vocab_size, weight.shape[1])
-    columns = widest(edges)
-    copies = 2 * total * weight.shape[1] * acc.itemsize
-    blocks = row_blocks(total, backend.tiles[0] * columns * acc.itemsize, tile_budget(budget, copies))
-    tile = (
-        torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
-        if backend.tiles[0]
-        else None
-    )
+    left = tile_budget(budget, 2 * total * weight.shape[1] * acc.itemsize)
+    tile, blocks = tile_and_blocks(total, widest(edges), backend.tiles[0], acc, device, left)
     with full_precision(device.type):
         for part in slices(weight, bias, edges, acc, backend.native_dtypes):
             for block in blocks:
-                view = tile_of(tile, block, part) if tile is not None else None
+                view = tile_of(tile, block, part) if backend.tiles[0] else None
                 backend.fold(rows.rows(block), part, spec, state.rows(block), view)
     return state.rows(slice(0, n)).statistics()
 
@@ -308,18 +313,13 @@ def backward(
         rows = replace(rows, hidden=hidden_acc)
     beta = 0.0 if add_to is None else 1.0
     if add_to is None:
-        d_weight = tuple(
-            torch.empty_like(p) if need else None for p, need in zip(weight.parts, needs.weight, strict=True)
-        )
-        add_to = Gradients(
-            None, d_weight, torch.zeros(weight.shape[0], dtype=acc, device=device) if needs.bias else None
-        )
-    sums = replace(add_to, hidden=torch.zeros(total, hidden_size, dtype=acc, device=device) if needs.hidden else None)
+        sums = Gradients.start(needs, weight, total, acc, None)
+    else:
+        d_hidden = torch.zeros(total, hidden_size, dtype=acc, device=device) if needs.hidden else None
+        sums = replace(add_to, hidden=d_hidden)
     edges = slice_edges(spec.vocab_size, hidden_size)
-    width = widest(edges)
-    copies = 3 * total * hidden_size * acc.itemsize
-    blocks = row_blocks(total, backend.tiles[1] * width * acc.itemsize, tile_budget(budget, copies))
-    tile = torch.empty(max(b.stop - b.start for b in blocks) * width, dtype=acc, device=device)
+    width, left = widest(edges), tile_budget(budget, 3 * total * hidden_size * acc.itemsize)
+    tile, blocks = tile_and_blocks(total, width, backend.tiles[1], acc, device, left)
     # d_weight of a slice is summed up in `acc`: in its place, or, where that has fewer bits, beside it.
     trained = sums.trained(weight)
     beside = [None if d.dtype == acc else torch.empty(width, d.shape[1], dtype=acc, device=device) for d, _ in trained]
@@ -340,6 +340,16 @@ def backward(
     for d, _ in trained:
         d[spec.vocab_size :].zero_()
     return replace(sums, hidden=None if sums.hidden is None else sums.hidden[:n])
+
+
+def tile_and_blocks(
+    rows: int, columns: int, tiles: int, acc: torch.dtype, device: torch.device, budget: int
+) -> tuple[Tensor, list[slice]]:
+    """Room for the largest tile of (rows of a block) x `columns`, and the blocks, so that `tiles` of them fit the budget."""
+    blocks = row_blocks(rows, tiles * columns * acc.itemsize, budget)
+    return torch.empty(
+        max(b.stop - b.start for b in blocks) * columns if tiles else 0, dtype=acc, device=device
+    ), blocks
 
 
 def tile_of(buffer: Tensor, block: slice, part: Slice) -> Tensor:

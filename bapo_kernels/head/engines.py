@@ -203,7 +203,7 @@ def _refuse_frozen(work: Work) -> str | None:
     if work.head_grad:
         return TRAINED
     if work.topk:
-        return "the loss reads log-probs of recorded ids"
+        return "log-probs of recorded ids are wanted"
     if work.captured:
         return CAPTURED
     return None if work.keeps else NOT_KEPT

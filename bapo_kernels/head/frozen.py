@@ -36,10 +36,8 @@ def forward(
     product = torch.zeros(total, 1, dtype=acc, device=device)  # hidden . W_y
     no_ids = rows.ids.new_zeros(total, 0)
     edges = chunked.slice_edges(spec.vocab_size, weight.shape[1])
-    columns = chunked.widest(edges)
-    copies = 3 * others.nbytes
-    blocks = chunked.row_blocks(total, max(backend.tiles) * columns * acc.itemsize, chunked.tile_budget(budget, copies))
-    tile = torch.empty(max(b.stop - b.start for b in blocks) * columns, dtype=acc, device=device)
+    left = chunked.tile_budget(budget, 3 * others.nbytes)
+    tile, blocks = chunked.tile_and_blocks(total, chunked.widest(edges), max(backend.tiles), acc, device, left)
     with full_precision(device.type):
         for part in chunked.slices(weight, bias, edges, acc, native=False):
             for block in blocks:

@@ -95,14 +95,7 @@ class OnePass:
             self.stats = Statistics(zeros(n), zeros(n), zeros(n), zeros(*ids))
             self.used = Coefficients(zeros(n), zeros(n) if entropy else None, zeros(*ids))
             self.settled = torch.zeros(n, dtype=torch.bool, device=device)
-        self.gradients = Gradients(
-            zeros(*hidden.shape) if needs.hidden else None,
-            tuple(
-                torch.empty(part.shape, dtype=acc, device=device) if need else None
-                for part, need in zip(weight.parts, needs.weight, strict=True)
-            ),
-            zeros(weight.shape[0]) if needs.bias else None,
-        )
+        self.gradients = Gradients.start(needs, weight, hidden.shape[0], acc, acc)
         self.needs, self.beta = needs, 0.0  # d_weight holds nothing yet
 
     def forward(self, early: EarlyCoefficients) -> Statistics:

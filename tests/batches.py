@@ -85,3 +85,21 @@ class Batch:
             entropy=flat["entropy"],
             **options,
         )
+
+
+def gradcheck(batch: Batch, loss, **options) -> None:
+    """The gradients in log-probs and entropy against finite differences, in fp64."""
+
+    def function(logprobs, entropy):
+        return bk.policy_loss(
+            logprobs,
+            batch.advantages,
+            loss=loss,
+            entropy=entropy,
+            old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            **options,
+        ).loss
+
+    leaves = (batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_())
+    assert torch.autograd.gradcheck(function, leaves)

@@ -177,6 +177,9 @@ def test_a_bad_row_stays_bad_and_alone(value, backend, forwards):
     assert bool(got[5].isnan().all())
     others = torch.arange(40) != 5
     assert_bits(got[others], want[others])
+    got = d_hidden(p, backend, others.double())  # a row without a gradient has none, whatever it holds
+    assert not got[5].any()
+    assert_bits(got[others], want[others])
     p.options["mask"] = others
     got = d_hidden(p, backend, 1.0)
     assert not got[5].any()

@@ -8,7 +8,7 @@ import naive
 import naive_losses
 import pytest
 import torch
-from batches import LAYOUTS
+from batches import LAYOUTS, gradcheck
 from helpers import close
 from loss_batches import NAMES, batch_of, call, expected, inputs, plain
 
@@ -97,21 +97,7 @@ OBJECTS = {
 
 
 def check_by_differences(batch, loss, **options):
-    given = inputs(batch, loss) | {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens} | options
-
-    def function(logprobs, entropy):
-        return bk.policy_loss(
-            logprobs,
-            batch.advantages,
-            loss=loss,
-            entropy=entropy,
-            old_logprobs=batch.old_logprobs,
-            ref_logprobs=batch.ref_logprobs,
-            **given,
-        ).loss
-
-    leaves = (batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_())
-    assert torch.autograd.gradcheck(function, leaves)
+    gradcheck(batch, loss, **(inputs(batch, loss) | {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens} | options))
 
 
 @pytest.mark.parametrize(("name", "aggregation"), [(n, a) for n, names in TRUE.items() for a in names])

@@ -44,6 +44,7 @@ PATTERNS = {
     "rl": Pattern(0.7, 0.25),
     "rl-frozen": Pattern(0.7, 0.25, frozen=True),
 }
+SCORE = Pattern(1.0, 0.0)  # log-probs and no gradient
 
 
 class Batch:
@@ -57,12 +58,13 @@ class Batch:
         *,
         stale: float = 0.0,
         dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
         logprobs: Tensor | None = None,
     ):
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
+            return torch.randn(*shape, generator=generator, device=device)
 
         n = size.tokens
         self.size, self.pattern, self.stale = size, pattern, stale
@@ -70,8 +72,8 @@ class Batch:
         self.weight = (
             normal(size.vocab, size.hidden).div_(size.hidden**0.5).to(dtype).requires_grad_(not pattern.frozen)
         )
-        self.targets = torch.randint(0, size.vocab, (n,), generator=generator)
-        place = torch.randperm(n, generator=generator)
+        self.targets = torch.randint(0, size.vocab, (n,), generator=generator, device=device)
+        place = torch.randperm(n, generator=generator, device=device)
         self.mask = place < round(pattern.counted * n)
         self.advantages = torch.where(place < round(pattern.with_gradient * n), normal(n), 0.0)
         self.logprobs = self.streamed(torch.float32)[0] if logprobs is None else logprobs
@@ -115,7 +117,7 @@ class Answer:
         rows = coefficient.nonzero().squeeze(1)
         coefficient, lse, targets = coefficient[rows, None], lse[rows, None], batch.targets[rows]
         hidden, weight = batch.hidden.detach()[rows].double(), batch.weight.detach()
-        d_rows, d_weight = torch.zeros_like(hidden), torch.empty(weight.shape, dtype=torch.float64)
+        d_rows, d_weight = torch.zeros_like(hidden), hidden.new_empty(weight.shape)
         for start in range(0, len(weight), SLICE):
             w = weight[start : start + SLICE].double()
             dz = (hidden @ w.t() - lse).exp_().mul_(-coefficient)
@@ -123,7 +125,7 @@ class Answer:
             dz[here, targets[here] - start] += coefficient[here, 0]
             d_rows += dz @ w
             torch.mm(dz.t(), hidden, out=d_weight[start : start + len(w)])
-        d_hidden = torch.zeros(batch.hidden.shape, dtype=torch.float64).index_copy_(0, rows, d_rows)
+        d_hidden = hidden.new_zeros(batch.hidden.shape).index_copy_(0, rows, d_rows)
         scale = (batch.advantages.abs() * batch.mask).double().sum() / batch.mask.sum()
         return cls(loss.detach(), scale, d_hidden, d_weight)
 

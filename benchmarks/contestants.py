@@ -4,8 +4,10 @@ A name may end in " compact": the rows that do not count are dropped before the 
 """
 
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bapo_kernels as bk
 
+DESIGN = "BAPO_KERNELS_DESIGN"
 Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden (N, D), weight (V, D), targets (N,) -> (N,)
 Contestant = Callable[[Batch], Tensor]  # -> loss
 
@@ -34,13 +37,14 @@ DEFAULT = (
     "bapo_kernels recompute",
 )
 ENGINES, BACKENDS = ("recompute", "one-pass", "frozen"), ("cpu", "torch", "triton", "reference")
-OURS = "bapo_kernels"  # alone or with an engine or a backend: "bapo_kernels one-pass", "bapo_kernels torch"
+DESIGNS = ("gemm", "tile")  # of the triton backend: the vendor's GEMM and an epilogue, or both in one kernel
+OURS = "bapo_kernels"  # alone or with an engine, a backend and a design: "bapo_kernels one-pass", "bapo_kernels recompute tile"
 
 
 def get(name: str) -> Contestant:
     """ImportError: the package is not here."""
     if name.split()[0] == OURS:
-        return partial(ours, variant=name.removeprefix(OURS).strip())
+        return partial(ours, **options_of(name))
     if name in LOSSES:
         return LOSSES[name]()
     base = name.removesuffix(" compact")
@@ -54,6 +58,38 @@ def names() -> list[str]:
     return [*LOGPROBS, *(f"{n} compact" for n in LOGPROBS), *LOSSES, OURS, *variants]
 
 
+def options_of(name: str) -> dict[str, str]:
+    """Engine and backend from the name of one of ours."""
+    words = name.split()[1:]
+    if unknown := [w for w in words if w not in ENGINES + BACKENDS + DESIGNS]:
+        raise KeyError(f"{unknown[0]!r} in {name!r} is none of {', '.join(ENGINES + BACKENDS + DESIGNS)}")
+    return {"engine" if w in ENGINES else "backend": w for w in words if w not in DESIGNS}
+
+
+def scorer(name: str) -> Logprobs:
+    """Log-probs only, for contestants that have them; ours with the entropy beside them."""
+    if name.split()[0] == OURS:
+        options = options_of(name)
+        return lambda h, w, t: bk.linear_logprobs(h, w, t, return_entropy=True, **options).logprobs
+    return LOGPROBS[name]()
+
+
+@contextmanager
+def design_of(name: str) -> Iterator[None]:
+    """The design is the environment's, read in each call."""
+    chosen = [w for w in name.split() if w in DESIGNS and name.startswith(OURS)]
+    before = os.environ.get(DESIGN)
+    if chosen:
+        os.environ[DESIGN] = chosen[0]
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(DESIGN, None)
+        else:
+            os.environ[DESIGN] = before
+
+
 def on_logprobs(logprobs_of: Logprobs, batch: Batch) -> Tensor:
     logprobs = logprobs_of(batch.hidden, batch.weight, batch.targets)
     return dapo(logprobs, batch.old, batch.advantages, batch.mask)
@@ -65,9 +101,7 @@ def compact(logprobs_of: Logprobs, batch: Batch) -> Tensor:
     return dapo(logprobs, batch.old[m], batch.advantages[m], m[m])
 
 
-def ours(batch: Batch, variant: str = "", **options) -> Tensor:
-    if variant:
-        options["engine" if variant in ENGINES else "backend"] = variant
+def ours(batch: Batch, **options) -> Tensor:
     return bk.linear_policy_loss(
         batch.hidden,
         batch.weight,
@@ -81,7 +115,7 @@ def ours(batch: Batch, variant: str = "", **options) -> Tensor:
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None]).squeeze(1)
+    return torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, targets[:, None]).squeeze(1)
 
 
 @cache
@@ -132,6 +166,13 @@ def verl() -> Logprobs:
     return lambda h, w, t: head(h, w, t)[0]
 
 
+def verl_kernel() -> Logprobs:
+    """The Triton kernels of verl's own. Its imports ask for most of verl's dependencies."""
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    return lambda h, w, t: linear_cross_entropy(h, w, t, 1.0, "none")[0]
+
+
 def liger(compiled: bool = True) -> Contestant:
     """Advantages are per sequence there, so each token is a sequence of one; all of them in one chunk, which is its fastest setting.
     `compiled` is about the loss on log-probs; the head is not compiled either way."""
@@ -179,6 +220,7 @@ LOGPROBS: dict[str, Callable[[], Logprobs]] = {
     "torch linear_cross_entropy": torch_linear_cross_entropy,
     "trl": trl,
     "verl": verl,
+    "verl kernel": verl_kernel,
 }
 LOSSES: dict[str, Callable[[], Contestant]] = {
     "plain compiled": plain_compiled,

@@ -58,13 +58,20 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def machine() -> dict[str, str | int]:
-    versions = {}
-    for name, package in PACKAGES.items():
-        try:
-            versions[name] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = ""
-    return {"cpu": cpu_model(), "cores": os.cpu_count() or 0, "threads": torch.get_num_threads(), **versions}
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        **{name: version(package) for name, package in PACKAGES.items()},
+    }
+
+
+def version(package: str) -> str:
+    """Empty: not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def cpu_model() -> str:

@@ -47,8 +47,9 @@ class Row:
         return self.error is not None and not self.error <= TOLERANCE
 
 
-def read(path: Path) -> list[Row]:
-    kinds = {f.name: f.type for f in fields(Row)}
+def read(path: Path, kind: type = Row) -> list:
+    """Rows of `kind`, a dataclass with a `key`."""
+    kinds = {f.name: f.type for f in fields(kind)}
 
     def value(name: str, text: str):
         if kinds[name] is str:
@@ -56,19 +57,23 @@ def read(path: Path) -> list[Row]:
         return (int if kinds[name] is int else float)(text) if text else None
 
     with path.open(newline="") as file:
-        return [Row(**{name: value(name, text) for name, text in r.items()}) for r in csv.DictReader(file)]
+        return [kind(**{name: value(name, text) for name, text in r.items()}) for r in csv.DictReader(file)]
 
 
-def save(path: Path, rows: list[Row]) -> None:
+def save(path: Path, rows: list) -> None:
     """Rows of other sections, sizes and machines stay as they are in the file."""
-    new = {r.key for r in rows}
-    kept = [r for r in read(path) if r.key not in new] if path.exists() else []
+    if not rows:
+        return
+    kind, new = type(rows[0]), {r.key for r in rows}
+    kept = [r for r in read(path, kind) if r.key not in new] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+    unfinished = path.with_suffix(".part")  # whoever is stopped while writing loses nothing
+    with unfinished.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(kind)], lineterminator="\n")
         writer.writeheader()
         for row in kept + rows:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
+    unfinished.replace(path)
 
 
 def number(value: float | None, pattern: str, scale: float = 1.0) -> str:
@@ -119,11 +124,11 @@ def of_one_machine(rows: list[Row]) -> list[Row]:
 def markdown(rows: list[Row]) -> str:
     """What the README shows, a table for each section and size."""
     rows, parts = of_one_machine(rows), []
-    for (section, hidden, vocab), group in _groups(rows, lambda r: (r.section, r.hidden, r.vocab)):
+    for (section, hidden, vocab), group in groups(rows, lambda r: (r.section, r.hidden, r.vocab)):
         if section in ("peers", "options"):
-            for tokens, table in _groups(group, lambda r: r.tokens):
+            for tokens, of_size in groups(group, lambda r: r.tokens):
                 parts.append(
-                    _by_pattern(f"{section}: {tokens} tokens, hidden size {hidden}, vocabulary {vocab}", table)
+                    _by_pattern(f"{section}: {tokens} tokens, hidden size {hidden}, vocabulary {vocab}", of_size)
                 )
         elif section == "small":
             parts.append(
@@ -147,19 +152,19 @@ def _by_pattern(title: str, rows: list[Row]) -> str:
     memory = next((p for p in patterns if any(r.extra_mib is not None for r in rows if r.pattern == p)), None)
     head = [title, *patterns, *([f"extra MiB, {memory}"] if memory else [])]
     body = []
-    for contestant, mine in _groups(rows, lambda r: r.contestant):
+    for contestant, mine in groups(rows, lambda r: r.contestant):
         of = {r.pattern: r for r in mine}
         cells = [_time(of.get(p)) for p in patterns]
         if memory:
             cells.append(number(of[memory].extra_mib if memory in of else None, ",.0f"))
-        body.append([_name(contestant), *cells])
-    return _table(head, body)
+        body.append([name_of(contestant), *cells])
+    return table(head, body)
 
 
 def _by_tokens(title: str, rows: list[Row]) -> str:
     tokens = sorted({r.tokens for r in rows})
     body = []
-    for (contestant, pattern), mine in _groups(rows, lambda r: (r.contestant, r.pattern)):
+    for (contestant, pattern), mine in groups(rows, lambda r: (r.contestant, r.pattern)):
         of = {r.tokens: r for r in mine}
         cells = [
             f"{of[n].seconds / n * 1e6:.0f} us, {number(of[n].extra_mib, ',.0f')} MiB"
@@ -167,8 +172,8 @@ def _by_tokens(title: str, rows: list[Row]) -> str:
             else "-"
             for n in tokens
         ]
-        body.append([f"{_name(contestant)}, {pattern}", *cells])
-    return _table([f"{title}: time per token, extra memory", *(f"{n:,} tokens" for n in tokens)], body)
+        body.append([f"{name_of(contestant)}, {pattern}", *cells])
+    return table([f"{title}: time per token, extra memory", *(f"{n:,} tokens" for n in tokens)], body)
 
 
 def _time(row: Row | None) -> str:
@@ -177,16 +182,27 @@ def _time(row: Row | None) -> str:
     return f"{duration(row.seconds)} ({number(row.ratio, '.2f')})"
 
 
-def _name(contestant: str) -> str:
+def name_of(contestant: str) -> str:
     return f"**{contestant}**" if contestant.startswith("bapo_kernels") else contestant
 
 
-def _table(head: list[str], body: list[list[str]]) -> str:
+def table(head: list[str], body: list[list[str]]) -> str:
+    """Markdown."""
     lines = [head, ["---", *["--:"] * (len(head) - 1)], *body]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _groups(rows: Iterable[Row], key) -> Iterator[tuple]:
+def aligned(head: list[str], body: list[list[str]]) -> str:
+    """For a terminal."""
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    lines = []
+    for first, *others in [head, *body]:
+        rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *rest]).rstrip())
+    return "\n".join(lines)
+
+
+def groups(rows: Iterable, key) -> Iterator[tuple]:
     """Like itertools.groupby, in the order of first appearance and whatever lies between."""
     groups: dict = {}
     for row in rows:

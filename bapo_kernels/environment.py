@@ -28,8 +28,7 @@ def env_report() -> dict[str, str]:
     for device in devices:
         for name in ("triton", "cpu", "torch", "reference"):
             report[f"backend {name} on {device.type}"] = backends.unavailable(name, device) or "usable"
-        chosen = backends.choose("auto", device)
-        report[f"backend auto on {device.type}"] = chosen.name if chosen else "reference"
+        report[f"backend auto on {device.type}"] = backends.resolve("auto", device)
     try:
         report["memory budget"] = f"{backends.resolve_budget(None) / 2**20:g} MiB"
     except ValueError as error:

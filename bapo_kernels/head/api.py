@@ -48,7 +48,8 @@ class Head:
             raise ValueError("tp_group: vocabulary shards are not supported in this version; gather the weight")
         parts = Weight.of(weight)
         problem = head_problem(hidden, parts, targets, **given)
-        chosen, budget = choose_backend(backend, hidden.device), resolve_budget(memory_budget)
+        chosen = choose_backend(backend, hidden.device, hidden.dtype, parts.dtypes)
+        budget = resolve_budget(memory_budget)
         return cls(
             problem, chosen, budget, hidden.reshape(problem.layout.numel(), hidden.shape[-1]), parts, given["bias"]
         )

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -10,6 +11,7 @@ from bapo_kernels.checks import is_whole
 from bapo_kernels.head import cpu, triton
 from bapo_kernels.head.chunked import Backend
 from bapo_kernels.head.eager import GemmBackend, TorchEpilogues
+from bapo_kernels.head.products import multiplies_narrow
 
 NAMES = ("auto", "triton", "cpu", "torch", "reference")
 DEFAULT_BUDGET = 256 * 2**20
@@ -29,14 +31,26 @@ def check_name(name: str) -> None:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
 
 
-def choose(name: str, device: torch.device) -> Backend | None:
-    """The backend object; None stands for the reference."""
+def resolve(name: str, device: torch.device) -> str:
+    """The name of the backend that `name` asks for; never "auto"."""
     check_name(name)
     if name == "auto":
-        name = _automatic(device.type)
-    elif reason := unavailable(name, device):
+        return _automatic(device.type)
+    if reason := unavailable(name, device):
         raise ValueError(f"backend={name!r} cannot be used here: {reason}")
-    return None if name == "reference" else _build(name)
+    return name
+
+
+def choose(name: str, device: torch.device, hidden: torch.dtype, weight: Sequence[torch.dtype]) -> Backend | None:
+    """The backend object for hidden states and weight of these dtypes; None stands for the reference."""
+    name = resolve(name, device)
+    if name == "reference":
+        return None
+    if name == "triton":
+        from bapo_kernels.head.triton.backend import backend_for
+
+        return backend_for(device, hidden, weight)
+    return _build(name, multiplies_narrow(device))
 
 
 @cache
@@ -53,12 +67,8 @@ def _automatic(device_type: str) -> str:
 
 
 @cache
-def _build(name: str) -> Backend:
-    if name == "triton":
-        from bapo_kernels.head.triton.backend import TritonBackend
-
-        return TritonBackend()
-    return GemmBackend(cpu.CpuEpilogues() if name == "cpu" else TorchEpilogues())
+def _build(name: str, narrow: bool) -> Backend:
+    return GemmBackend(cpu.CpuEpilogues() if name == "cpu" else TorchEpilogues(), narrow)
 
 
 def resolve_budget(memory_budget: int | None) -> int:

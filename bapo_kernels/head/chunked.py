@@ -7,7 +7,7 @@ ever [N, V]: what lives at once is one tile of (rows of a block) x (columns of a
 Rows are what `autograd.py` selected: forward only rows that count, backward only rows that have a gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
+from bapo_kernels.head.products import gradient_dtype, multiply_add
 
 # A tile of 4096 columns stays in a CPU's shared cache at the row counts of a micro-batch, and is wide enough for full GEMM speed.
 # With very wide heads the slice of the weight, not the tile, is what takes memory: bound it too.
@@ -59,9 +60,13 @@ class Weight:
         edges = [0, *accumulate(p.shape[1] for p in self.parts)]
         return [slice(a, b) for a, b in pairwise(edges)]
 
-    def rows(self, which: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows in `dtype`; None keeps that of a single part."""
-        chosen = [p[which] if dtype is None else p[which].to(dtype) for p in self.parts]
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of each part."""
+        return [p.dtype for p in self.parts]
+
+    def rows(self, which: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        chosen = [p[which].to(dtype) for p in self.parts]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, 1)
 
 
@@ -180,14 +185,14 @@ class Gradients:
     def add(
         self, part: "Slice", dz: Tensor, hidden: Tensor, rows: slice, outs: "list[tuple[Tensor, slice]]", beta: float
     ) -> None:
-        """What dz (b, w) gives, the gradient of the products of `hidden` (b, D) with `part`; all in the accumulation dtype. Of `outs`, each
-        is where d_weight (w, D_i) of some columns goes, added to beta times what it holds."""
+        """What dz (b, w) gives, the gradient of the products of `hidden` (b, D) with `part`, which are multiplied in the dtype of dz. Of
+        `outs`, each is where d_weight (w, D_i) of some columns goes, added to beta times what it holds."""
         if self.hidden is not None:
-            self.hidden[rows].addmm_(dz, part.weight)
+            multiply_add(self.hidden[rows], dz, part.weight.to(dz.dtype))
         for out, columns in outs:
-            torch.addmm(out, dz.t(), hidden[:, columns], beta=beta, out=out)
+            multiply_add(out, dz.t(), hidden[:, columns].to(dz.dtype), beta)
         if self.bias is not None:
-            self.bias[part.first : part.last] += dz.sum(0)
+            self.bias[part.first : part.last] += dz.sum(0, dtype=self.bias.dtype)
 
 
 @dataclass(frozen=True)
@@ -203,16 +208,18 @@ class Slice:
 
 class Backend(Protocol):
     name: str
-    native_dtypes: bool  # reads hidden and weight as they are; otherwise they are upcast before, a slice at a time
     tiles: tuple[int, int]  # tiles of logits alive at once, forward and backward: what a memory budget counts
+
+    def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
+        """What to hand over hidden states and weight in, if these are their dtypes: that, or the accumulation dtype."""
 
     def fold(self, rows: Rows, part: Slice, spec: LogitSpec, state: State, tile: Tensor | None) -> None:
         """Fold the logits of `part` into `state`. `tile` is an (n, w) buffer, or None where `tiles[0]` is 0."""
 
     def dlogits(
-        self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
-    ) -> None:
-        """Write the gradient of the products hidden . weight of `part` into `out` (n, w)."""
+        self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, tile: Tensor
+    ) -> Tensor:
+        """The gradient (n, w) of the products hidden . weight of `part`, in `gradient_dtype`. `tile` is a buffer, and may be the result."""
 
 
 @cache
@@ -228,11 +235,10 @@ def slice_edges(vocab_size: int, hidden_size: int) -> tuple[int, ...]:
 
 
 def slices(
-    weight: Weight, bias: Tensor | None, edges: Sequence[int], acc: torch.dtype, native: bool
+    weight: Weight, bias: Tensor | None, edges: Sequence[int], acc: torch.dtype, operand: torch.dtype
 ) -> Iterator[Slice]:
-    as_it_is = native and len(weight.parts) == 1
     for first, last in pairwise(edges):
-        w = weight.rows(slice(first, last), None if as_it_is else acc)
+        w = weight.rows(slice(first, last), operand)
         yield Slice(w, None if bias is None else bias[first:last].to(acc).contiguous(), first)
 
 
@@ -270,16 +276,15 @@ def forward(
     """Statistics of every row of `rows` over the whole vocabulary."""
     n, device = rows.hidden.shape[0], rows.hidden.device
     acc = accumulation_dtype(rows.hidden, *weight.parts, bias)
-    if not backend.native_dtypes:
-        rows = replace(rows, hidden=rows.hidden.to(acc))
-    rows = rows.map(pad)
+    operand = backend.operand(acc, rows.hidden.dtype, weight.dtypes)
+    rows = replace(rows, hidden=rows.hidden.to(operand)).map(pad)
     total = rows.hidden.shape[0]
     state = State.start(rows.ids, entropy, acc)
     edges = slice_edges(spec.vocab_size, weight.shape[1])
     left = tile_budget(budget, 2 * total * weight.shape[1] * acc.itemsize)
     tile, blocks = tile_and_blocks(total, widest(edges), backend.tiles[0], acc, device, left)
     with full_precision(device.type):
-        for part in slices(weight, bias, edges, acc, backend.native_dtypes):
+        for part in slices(weight, bias, edges, acc, operand):
             for block in blocks:
                 view = tile_of(tile, block, part) if backend.tiles[0] else None
                 backend.fold(rows.rows(block), part, spec, state.rows(block), view)
@@ -308,9 +313,9 @@ def backward(
     rows, stats, coef = rows.map(pad), stats.map(pad), coef.map(pad)
     total = rows.hidden.shape[0]
     coef.rows(slice(n, total)).map(Tensor.zero_)
-    hidden_acc = rows.hidden.to(acc) if any(needs.weight) or not backend.native_dtypes else rows.hidden
-    if not backend.native_dtypes:
-        rows = replace(rows, hidden=hidden_acc)
+    operand = backend.operand(acc, rows.hidden.dtype, weight.dtypes)
+    rows = replace(rows, hidden=rows.hidden.to(operand))
+    factor = rows.hidden.to(gradient_dtype(operand, acc)) if any(needs.weight) else rows.hidden
     beta = 0.0 if add_to is None else 1.0
     if add_to is None:
         sums = Gradients.start(needs, weight, total, acc, None)
@@ -324,16 +329,15 @@ def backward(
     trained = sums.trained(weight)
     beside = [None if d.dtype == acc else torch.empty(width, d.shape[1], dtype=acc, device=device) for d, _ in trained]
     with full_precision(device.type):
-        for part in slices(weight, bias, edges, acc, backend.native_dtypes):
-            wide = replace(part, weight=part.weight.to(acc)) if needs.hidden else part
+        for part in slices(weight, bias, edges, acc, operand):
             outs = [
                 (d[part.first : part.last] if scratch is None else scratch[: part.weight.shape[0]], columns)
                 for (d, columns), scratch in zip(trained, beside, strict=True)
             ]
             for i, block in enumerate(blocks):
-                dz = tile_of(tile, block, part)
-                backend.dlogits(rows.rows(block), part, spec, stats.rows(block), coef.rows(block), dz)
-                sums.add(wide, dz, hidden_acc[block], block, outs, beta=1.0 if i else beta)
+                buffer = tile_of(tile, block, part)
+                dz = backend.dlogits(rows.rows(block), part, spec, stats.rows(block), coef.rows(block), buffer)
+                sums.add(part, dz, factor[block], block, outs, beta=1.0 if i else beta)
             for (d, _), (out, _) in zip(trained, outs, strict=True):
                 if d.dtype != acc:
                     d[part.first : part.last].copy_(out)

@@ -46,8 +46,9 @@ class CpuEpilogues:
         self._module.fold(*_tile(z, rows, part, spec), *statistics, torch.get_num_threads())
 
     def dlogits(
-        self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients
+        self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
     ) -> None:
+        assert out is z, "CPUs multiply in the accumulation dtype"
         entropy = None if coef.entropy is None else stats.entropy
         vectors = map(_share, (stats.max, stats.log_sum, coef.probability, coef.entropy, entropy, coef.picked))
         self._module.dlogits(*_tile(z, rows, part, spec), *vectors, torch.get_num_threads())

@@ -6,6 +6,7 @@ Both logits of a column are needed at once, so a slice makes two tiles. The back
 the policy's logits is p - q.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from bapo_kernels.checks import check_mask, shape_of
 from bapo_kernels.head import chunked
 from bapo_kernels.head.autograd import placed, refuse_second_derivatives, zeros
-from bapo_kernels.head.backends import choose, resolve_budget
+from bapo_kernels.head.backends import resolve, resolve_budget
 from bapo_kernels.head.chunked import (
     Coefficients,
     LogitSpec,
@@ -71,7 +72,7 @@ def linear_kl(
     if sampler_weight.shape[0] != policy_weight.shape[0]:
         want = f"({policy_weight.shape[0]}, D) to go with weight {policy_weight.shape}"
         raise ValueError(f"rollout_weight must have shape {want}, got {sampler_weight.shape}")
-    on_reference = choose(backend, device) is None
+    on_reference = resolve(backend, device) == "reference"
     rows = layout.numel()
     wanted = torch.ones(rows, dtype=torch.bool, device=device)
     if mask is not None:
@@ -114,8 +115,10 @@ class Sampler:
     dtype: torch.dtype
 
     name = "divergence"
-    native_dtypes = False
     tiles = (4, 6)
+
+    def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
+        return acc
 
     def logits(self, rows: PairRows, first: int, last: int) -> Tensor:
         z = rows.rollout_hidden @ self.weight.rows(slice(first, last), self.dtype).t()
@@ -126,20 +129,19 @@ class Sampler:
         raise NotImplementedError  # the forward has statistics of its own
 
     def dlogits(
-        self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
-    ) -> None:
+        self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, tile: Tensor
+    ) -> Tensor:
         assert isinstance(rows, PairRows)
         assert rows.rollout_max is not None
         assert rows.rollout_log_sum is not None
-        torch.mm(rows.hidden, part.weight.t(), out=out)
-        y = logits_(out, part.bias, spec, rows.inv_temperature)
+        torch.mm(rows.hidden, part.weight.t(), out=tile)
+        y = logits_(tile, part.bias, spec, rows.inv_temperature)
         slope = logit_slope(y, spec, rows.inv_temperature)
         y.sub_(stats.max[:, None]).sub_(stats.log_sum[:, None]).exp_()
         x = self.logits(rows, part.first, part.first + part.weight.shape[0])
         q = x.sub_(rows.rollout_max[:, None]).sub_(rows.rollout_log_sum[:, None]).exp_()
         y.sub_(q).mul_(coef.probability[:, None])
-        if slope is not None:
-            y.mul_(slope)
+        return y if slope is None else y.mul_(slope)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def _statistics(call: Call, rows: PairRows, weight: Weight, bias: Tensor | None)
     edges = chunked.slice_edges(call.spec.vocab_size, weight.shape[1])
     bytes_per_row = call.sampler.tiles[0] * max(b - a for a, b in pairwise(edges)) * acc.itemsize
     with full_precision(rows.hidden.device.type):
-        for part in chunked.slices(weight, bias, edges, acc, native=False):
+        for part in chunked.slices(weight, bias, edges, acc, acc):
             for block in chunked.row_blocks(total, bytes_per_row, call.budget):
                 here = rows.rows(block)
                 y = logits_(here.hidden @ part.weight.t(), part.bias, call.spec, here.inv_temperature)

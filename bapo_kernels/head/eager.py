@@ -1,15 +1,17 @@
 """The two epilogues in PyTorch operations (backend "torch"), and the backend that puts a vendor GEMM before a pair of epilogues."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
+from bapo_kernels.head.products import gradient_dtype, multiply, operand_dtype
 
 
 class Epilogues(Protocol):
-    """Each is one pass over a tile z (n, w) of products hidden . weight. `fold` leaves it as it is, `dlogits` overwrites it."""
+    """Each is one pass over a tile z (n, w) of products hidden . weight. `fold` leaves it as it is, `dlogits` may overwrite it."""
 
     name: str
     tiles: tuple[int, int]  # tiles alive at once, forward and backward, z included
@@ -17,32 +19,41 @@ class Epilogues(Protocol):
     def fold(self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, state: State) -> None: ...
 
     def dlogits(
-        self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients
-    ) -> None: ...
+        self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
+    ) -> None:
+        """Write the gradient of the products into `out` (n, w): z itself, or a tile in fewer bits."""
 
 
 class GemmBackend:
     """The vendor's GEMM into a tile, then an epilogue over it. `fold` leaves the products in the tile, for whoever keeps it."""
 
-    native_dtypes = False
-
-    def __init__(self, epilogues: Epilogues):
-        self.epilogues = epilogues
+    def __init__(self, epilogues: Epilogues, narrow: bool = False):
+        """`narrow`: 16-bit operands are multiplied as they are (`head/products.py`)."""
+        self.epilogues, self.narrow = epilogues, narrow
         self.name, self.tiles = epilogues.name, epilogues.tiles
+
+    def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
+        return operand_dtype(self.narrow, acc, hidden, weight)
 
     def fold(self, rows: Rows, part: Slice, spec: LogitSpec, state: State, tile: Tensor | None) -> None:
         assert tile is not None
-        torch.mm(rows.hidden, part.weight.t(), out=tile)
+        multiply(rows.hidden, part.weight.t(), tile)
         self.epilogues.fold(tile, rows, part, spec, state)
 
     def dlogits(
-        self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
-    ) -> None:
-        torch.mm(rows.hidden, part.weight.t(), out=out)
-        self.turn(out, rows, part, spec, stats, coef)
+        self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, tile: Tensor
+    ) -> Tensor:
+        multiply(rows.hidden, part.weight.t(), tile)
+        return self.turn(tile, rows, part, spec, stats, coef)
 
-    def turn(self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients) -> None:
-        self.epilogues.dlogits(z, rows, part, spec, stats, coef)
+    def turn(
+        self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients
+    ) -> Tensor:
+        """`dlogits` of the products z, which it may overwrite."""
+        dtype = gradient_dtype(rows.hidden.dtype, z.dtype)
+        out = z if dtype == z.dtype else torch.empty_like(z, dtype=dtype)
+        self.epilogues.dlogits(z, rows, part, spec, stats, coef, out)
+        return out
 
 
 class TorchEpilogues:
@@ -72,7 +83,7 @@ class TorchEpilogues:
         state.max.copy_(new_max)
 
     def dlogits(
-        self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients
+        self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, out: Tensor
     ) -> None:
         x = logits_(z, part.bias, spec, rows.inv_temperature)
         slope = logit_slope(x, spec, rows.inv_temperature)
@@ -89,7 +100,7 @@ class TorchEpilogues:
         g.scatter_add_(1, column.clamp(0, z.shape[1] - 1), coef.picked.masked_fill(~inside, 0.0))
         if slope is not None:
             g.mul_(slope)
-        z.copy_(g)
+        out.copy_(g)
 
 
 FLOOR = -1e30  # stands for -inf below an exp: exp gives exactly 0, and 0 * FLOOR is 0

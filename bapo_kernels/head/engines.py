@@ -20,6 +20,7 @@ import torch
 
 from bapo_kernels.head.chunked import ROW_UNIT, Backend, round_up, slice_edges, tile_budget, widest
 from bapo_kernels.head.eager import GemmBackend
+from bapo_kernels.head.products import gradient_dtype
 
 ENGINES = ("auto", "recompute", "one-pass", "frozen")
 # Fewer rows than these in a product with the vocabulary, and reading the weight takes longer than the pass that is saved.
@@ -53,7 +54,7 @@ class Work:
     vocab_size: int
     dtype: torch.dtype  # of logits and sums
     narrow_hidden: bool  # held in fewer bits than that
-    widened: bool  # slices of the weight are copied, to that dtype or from several tensors
+    widened: bool  # slices of the weight are copied, to another dtype or from several tensors
     hidden_grad: bool
     trained_columns: int  # of the weight
     summed_columns: int  # those of them whose gradient is summed up beside its place, being of fewer bits
@@ -75,11 +76,13 @@ class Work:
         dtype: torch.dtype,
         **known,
     ) -> "Work":
+        operand = backend.operand(dtype, hidden, [part for _, part, _ in parts])
+        multiplied = (operand, gradient_dtype(operand, dtype))
         return cls(
             dtype=dtype,
             hidden_size=sum(columns for columns, _, _ in parts),
             narrow_hidden=hidden != dtype,
-            widened=len(parts) > 1 or parts[0][1] != dtype,
+            widened=len(parts) > 1 or any(part != factor for _, part, _ in parts for factor in multiplied),
             trained_columns=sum(columns for columns, _, trained in parts if trained),
             summed_columns=sum(columns for columns, part, trained in parts if trained and part != dtype),
             tiles=max(backend.tiles),

@@ -16,6 +16,7 @@ from bapo_kernels.head import chunked
 from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, State, Statistics, Weight
 from bapo_kernels.head.eager import FLOOR, GemmBackend
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
+from bapo_kernels.head.products import multiply_add
 
 
 def forward(
@@ -30,16 +31,17 @@ def forward(
     """Statistics of every row and u (n, D), for rows with one id each, the target."""
     n, device = rows.hidden.shape[0], rows.hidden.device
     acc = accumulation_dtype(rows.hidden, *weight.parts, bias)
-    rows = replace(rows, hidden=rows.hidden.to(acc)).map(chunked.pad)
+    operand = backend.operand(acc, rows.hidden.dtype, weight.dtypes)
+    rows = replace(rows, hidden=rows.hidden.to(operand)).map(chunked.pad)
     total = rows.hidden.shape[0]
-    state, others = State.start(rows.ids, entropy, acc), torch.zeros_like(rows.hidden)
+    state, others = State.start(rows.ids, entropy, acc), torch.zeros_like(rows.hidden, dtype=acc)
     product = torch.zeros(total, 1, dtype=acc, device=device)  # hidden . W_y
     no_ids = rows.ids.new_zeros(total, 0)
     edges = chunked.slice_edges(spec.vocab_size, weight.shape[1])
     left = chunked.tile_budget(budget, 3 * others.nbytes)
     tile, blocks = chunked.tile_and_blocks(total, chunked.widest(edges), max(backend.tiles), acc, device, left)
     with full_precision(device.type):
-        for part in chunked.slices(weight, bias, edges, acc, native=False):
+        for part in chunked.slices(weight, bias, edges, acc, operand):
             for block in blocks:
                 z, here, running = chunked.tile_of(tile, block, part), rows.rows(block), state.rows(block)
                 before = running.max.clone()
@@ -49,10 +51,10 @@ def forward(
                 column = column.clamp(0, z.shape[1] - 1)
                 product[block] = torch.where(outside, product[block], z.gather(1, column))
                 m = running.max.clamp(min=torch.finfo(acc).min)  # not -inf: -inf - -inf is NaN
-                backend.turn(z, replace(here, ids=no_ids[block]), part, spec, *_exponentials(m))
-                z.scatter_(1, column, torch.where(outside, z.gather(1, column), 0.0))
+                e = backend.turn(z, replace(here, ids=no_ids[block]), part, spec, *_exponentials(m))
+                e.scatter_(1, column, torch.where(outside, e.gather(1, column), 0.0))
                 rescale = (before - m).clamp_(min=FLOOR).exp_()
-                others[block].mul_(rescale[:, None]).addmm_(z, part.weight)
+                multiply_add(others[block].mul_(rescale[:, None]), e, part.weight.to(e.dtype))
     room = tile.nbytes
     del tile
     stats = state.statistics()

@@ -83,6 +83,7 @@ class OnePass:
     ):
         self.problem, self.backend, self.hidden, self.weight, self.bias = problem, backend, hidden, weight, bias
         n, acc, device = problem.selection.rows, problem.dtype, hidden.device
+        self.operand = backend.operand(acc, hidden.dtype, weight.dtypes)
         self.edges = chunked.slice_edges(problem.spec.vocab_size, weight.shape[1])
         self.pool = Pool(min(capacity, round_up(n)), self.edges, acc, device)
 
@@ -166,13 +167,14 @@ class OnePass:
         count = number.shape[0]
         if count == 0:
             return
-        rows, stats, coef = self._rows(number), self.stats.rows(number), self.used.rows(number)
-        hidden, sums = pad(rows.hidden), self.gradients
+        rows = self._rows(number).map(pad)
+        stats, coef = self.stats.rows(number).map(pad), self.used.rows(number).map(pad)
+        hidden, sums = rows.hidden, self.gradients
         if sums.hidden is not None:
-            sums = replace(sums, hidden=torch.zeros_like(hidden))
+            sums = replace(sums, hidden=torch.zeros_like(hidden, dtype=self.problem.dtype))
         for part, tile in self._slices():
-            dz = tile[first : first + hidden.shape[0]]
-            self.backend.turn(dz[:count], rows, part, self.problem.spec, stats, coef)
+            z = tile[first : first + hidden.shape[0]]
+            dz = self.backend.turn(z, rows, part, self.problem.spec, stats, coef)
             dz[count:].zero_()
             outs = [(d[part.first : part.last], columns) for d, columns in sums.trained(self.weight)]
             sums.add(part, dz, hidden, slice(None), outs, self.beta)
@@ -208,11 +210,11 @@ class OnePass:
         """Rows by their number among those that count."""
         problem = self.problem
         inv_temperature = None if problem.inv_temperature is None else problem.inv_temperature[number]
-        hidden = self.hidden[problem.selection.place(number)].to(problem.dtype)
+        hidden = self.hidden[problem.selection.place(number)].to(self.operand)
         return Rows(hidden, problem.ids[number], inv_temperature)
 
     def _slices(self) -> Iterator[tuple[Slice, Tensor]]:
-        parts = chunked.slices(self.weight, self.bias, self.edges, self.problem.dtype, native=False)
+        parts = chunked.slices(self.weight, self.bias, self.edges, self.problem.dtype, self.operand)
         with full_precision(self.hidden.device.type):
             yield from zip(parts, self.pool.tiles, strict=True)
 

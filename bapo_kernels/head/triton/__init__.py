@@ -1,4 +1,4 @@
-"""The head on GPUs, in Triton. `backend.py` launches the kernels, one to a file, with the block sizes of `configs.py`.
+"""The head on GPUs, in Triton. `backend.py` chooses a design; `epilogues.py` and `tiles.py` launch its kernels, one to a file of that name.
 
 Importing this package needs no Triton: ask `unavailable` first, then import `backend`."""
 

@@ -3,7 +3,6 @@
 import math
 import struct
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from bapo_kernels import controller
 from bapo_kernels.head.autograd import refuse_second_derivatives
+from bapo_kernels.launching import INTERPRETED, Config, chip_family, find_config, on
 from bapo_kernels.losses.bapo import BAPO
 from bapo_kernels.losses.base import Loss, Tokens
 from bapo_kernels.losses.clip import DCPO, GRPO
@@ -21,12 +21,6 @@ from bapo_kernels.losses.triton.bounds import bapo_pick, bapo_sums
 from bapo_kernels.losses.triton.rules import fold_means, token_losses
 from bapo_kernels.losses.weighted import BPO, CISPO, DPPO, DRO, SAPO, Reinforce
 
-# TRITON_INTERPRET=1 was set when the kernels were defined. Programs are costly then, and the shapes of tests small.
-INTERPRETED = not isinstance(token_losses, triton.JITFunction)
-BLOCKS = {"token_losses": 256, "fold_means": 1024, "bapo_sums": 16, "bapo_pick": 32}
-if INTERPRETED:
-    BLOCKS = {"token_losses": 32, "fold_means": 4, "bapo_sums": 32, "bapo_pick": 2}
-OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}  # no fusion: rounds as PyTorch does
 # As `fold_means` writes them.
 MEANS = ("ratio_mean", "ratio_max", "approx_kl", "clip_frac_low", "clip_frac_high", "entropy_clip_cov", "num_tokens")
 PARTIALS = 9
@@ -72,15 +66,15 @@ def evaluate(loss: Loss, x: Tokens) -> FusedTerm | None:
     inputs, n, device = _inputs(x), x.logprobs.numel(), x.logprobs.device
     term, coef, ratio = (torch.empty_like(inputs[0]) for _ in range(3))
     clipped = torch.empty_like(inputs[0], dtype=torch.int8)
-    programs = triton.cdiv(n, BLOCKS["token_losses"])
+    config = config_for("token_losses", device)
+    programs = triton.cdiv(n, config.blocks["BLOCK"])
     partials = torch.empty(PARTIALS, programs, dtype=torch.float64, device=device)
     means = torch.empty(len(MEANS), device=device)
-    with _on(device):
+    with on(device):
         token_losses[(programs,)](
-            *(*inputs, *parameters, term, coef, ratio, clipped, partials, n),
-            **(OPTIONS | {"LOSS": family, "BLOCK": BLOCKS["token_losses"]}),
+            *(*inputs, *parameters, term, coef, ratio, clipped, partials, n), LOSS=family, **config.options
         )
-        fold_means[(1,)](partials, means, programs, **(OPTIONS | {"BLOCK": BLOCKS["fold_means"]}))
+        fold_means[(1,)](partials, means, programs, **config_for("fold_means", device).options)
     attached = _Attach.apply(x.logprobs, term, coef)
     return FusedTerm(attached, clipped, metrics, ratio=ratio, means=dict(zip(MEANS, means.unbind(), strict=True)))
 
@@ -94,15 +88,16 @@ def find_bounds(loss: BAPO, x: Tokens) -> controller.BapoBounds | None:
         return None
     grids = [_bits(v, device) for v in (*loss.c_high, loss.step_high, *loss.c_low, loss.step_low)]
     sizes = {"HIGH": max(16, triton.next_power_of_2(n_high)), "LOW": max(16, triton.next_power_of_2(n_low))}
-    blocks = triton.cdiv(n, BLOCKS["bapo_sums"])
+    config = config_for("bapo_sums", device)
+    blocks = triton.cdiv(n, config.blocks["BLOCK"])
     steps = max(STEPS, triton.cdiv(blocks, PROGRAMS))
     programs = triton.cdiv(blocks, steps)
     partials = torch.empty(sum(sizes.values()), programs, dtype=torch.float64, device=device)
     bounds = torch.empty(5, dtype=torch.float64, device=device)
-    with _on(device):
+    with on(device):
         bapo_sums[(programs,)](
             *(*_inputs(x), *grids, partials, n, steps),
-            **(OPTIONS | sizes | {"BLOCK": BLOCKS["bapo_sums"]}),
+            **(config.options | sizes),
             GRADIENT=loss.measure == "gradient",
             WEIGHTED=loss.weighting == "rollout",
         )
@@ -114,7 +109,7 @@ def find_bounds(loss: BAPO, x: Tokens) -> controller.BapoBounds | None:
             partials[:n_high, 0], partials[sizes["HIGH"] :][:n_low, 0] = grids_only.split([n_high, n_low])
         bapo_pick[(1,)](
             *(partials, partials.shape[1], *grids, n_high, n_low, _bits(loss.target, device), bounds),
-            **(OPTIONS | sizes | {"BLOCK": BLOCKS["bapo_pick"]}),
+            **(config_for("bapo_pick", device).options | sizes),
             KIND=loss.contribution,
             HIGH_FIRST=loss.order == "high-first",
         )
@@ -130,8 +125,8 @@ def _bits(value: float | Tensor, device: torch.device) -> int | Tensor:
     return value.to(device) if isinstance(value, Tensor) else struct.unpack("<q", struct.pack("<d", value))[0]
 
 
-def _on(device: torch.device):
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def config_for(kernel: str, device: torch.device) -> Config:
+    return find_config(kernel, chip_family(device))
 
 
 class _Attach(torch.autograd.Function):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bapo_kernels.head.triton.tile import column_of
+from bapo_kernels.head.triton.shared import column_of
 
 
 @triton.jit(do_not_specialize=["w", "first", "P"])

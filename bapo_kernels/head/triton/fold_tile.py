@@ -1,15 +1,16 @@
-"""Forward tile: logits of BN rows x BV columns, reduced to partial statistics of each row. The logits are never written."""
+"""Fused forward tile: logits of BN rows x BV columns, reduced to partial statistics of each row. The logits are never written."""
 
 import triton
 import triton.language as tl
 
-from bapo_kernels.head.triton.tile import FLOOR, at_least_floor, column_of, logits, products, tile_of_program
+from bapo_kernels.head.triton.products import products
+from bapo_kernels.head.triton.shared import FLOOR, column_of, logits, statistics, tile_of_program
 
 
 @triton.jit(do_not_specialize=["n", "w", "first"])
 def fold_tile(
-    hidden,  # (n, D)
-    weight,  # (w, D)
+    hidden,  # (n, D), or its tensor descriptor
+    weight,  # (w, D), or its tensor descriptor
     bias,  # (w,) or None
     inv_temperature,  # (n,) or None
     ids,  # (n, P): column 0, the target, is what is picked here
@@ -30,6 +31,7 @@ def fold_tile(
     stride_in,
     stride_pn,
     DOT: tl.constexpr,
+    TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
     EVEN_W: tl.constexpr,
     BN: tl.constexpr,
@@ -41,11 +43,13 @@ def fold_tile(
     o_n = i_n * BN + tl.arange(0, BN)
     o_v = i_v * BV + tl.arange(0, BV)
     m_n = o_n < n
-    row = tl.minimum(o_n, n - 1)  # rows and columns past the end compute their last neighbour again
-    column = tl.minimum(o_v, w - 1)
+    row = tl.minimum(o_n, n - 1)
 
-    z = products(hidden, weight, row, column, D, stride_hn, stride_hd, stride_wv, stride_wd, ACC, DOT, BD, EVEN_D)
-    b_bias = None if bias is None else tl.load(bias + column)[None, :]
+    z = products(
+        *(hidden, weight, i_n, i_v, n, w, D, stride_hn, stride_hd, stride_wv, stride_wd),
+        *(ACC, DOT, TMA, EVEN_D, BN, BV, BD),
+    )
+    b_bias = None if bias is None else tl.load(bias + tl.minimum(o_v, w - 1))[None, :]
     b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
     x, _ = logits(z, b_bias, b_inv_t, scale, softcap)
 
@@ -57,13 +61,9 @@ def fold_tile(
 
     if not EVEN_W:
         x = tl.where(o_v[None, :] < w, x, FLOOR)
-    x = at_least_floor(x)
-    m = tl.max(x, 1)
-    some = m > FLOOR  # otherwise any finite reference gives exp(FLOOR) = 0
-    x -= tl.where(some, m, 0.0)[:, None]
-    e = tl.exp(x)
+    m, s, u = statistics(x)
     part = i_v.to(tl.int64) * n + o_n
-    tl.store(part_max + part, tl.where(some, m, float("-inf")), m_n)
-    tl.store(part_sum + part, tl.sum(e, 1), m_n)
+    tl.store(part_max + part, m, m_n)
+    tl.store(part_sum + part, s, m_n)
     if part_spread is not None:
-        tl.store(part_spread + part, tl.sum(e * x, 1), m_n)
+        tl.store(part_spread + part, u, m_n)

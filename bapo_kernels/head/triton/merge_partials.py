@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bapo_kernels.head.triton.tile import at_least_floor
+from bapo_kernels.head.triton.shared import at_least_floor
 
 
 @triton.jit(do_not_specialize=["n", "tiles"])

@@ -1,7 +1,7 @@
-"""What the kernels share: the order of the tiles, a tile of products hidden . weight, and how a product becomes a logit.
+"""What the kernels share: the order of the tiles, how a product becomes a logit, its statistics, and its gradient.
 
-Names: `i_` index of a block, `o_` offsets, `m_` masks, `p_` pointers; block sizes BN (rows), BV (columns of the vocabulary slice),
-BD (steps along the hidden size), BK (recorded ids). Optional inputs are None and then compile to nothing.
+Names: `i_` index of a block, `o_` offsets, `m_` masks, `p_` pointers, `b_` blocks; block sizes BN (rows), BV (columns of the vocabulary
+slice), BD (steps along the hidden size), BK (recorded ids). Optional inputs are None and then compile to nothing.
 """
 
 import triton
@@ -20,41 +20,6 @@ def tile_of_program(n, w, BN: tl.constexpr, BV: tl.constexpr):
     rows = tl.minimum(row_blocks - first, GROUP)
     place = tl.program_id(0) % in_group
     return first + place % rows, place // rows
-
-
-@triton.jit
-def products(
-    hidden,  # (n, D)
-    weight,  # (w, D)
-    o_n,  # (BN,) rows, inside the tensor
-    o_v,  # (BV,) columns, inside the slice
-    D,
-    stride_hn,
-    stride_hd,
-    stride_wv,
-    stride_wd,
-    ACC: tl.constexpr,
-    DOT: tl.constexpr,  # dtype the operands are multiplied in
-    BD: tl.constexpr,
-    EVEN_D: tl.constexpr,
-):
-    """hidden[o_n] . weight[o_v], summed over D in ACC: (BN, BV)."""
-    o_d = tl.arange(0, BD)
-    p_h = hidden + o_n.to(tl.int64)[:, None] * stride_hn + o_d[None, :] * stride_hd
-    p_w = weight + o_v.to(tl.int64)[None, :] * stride_wv + o_d[:, None].to(tl.int64) * stride_wd
-    z = tl.zeros([o_n.shape[0], o_v.shape[0]], ACC)
-    for d in range(0, D, BD):
-        if EVEN_D:
-            b_h = tl.load(p_h)
-            b_w = tl.load(p_w)
-        else:
-            m_d = o_d < D - d
-            b_h = tl.load(p_h, m_d[None, :], other=0.0)
-            b_w = tl.load(p_w, m_d[:, None], other=0.0)
-        z = tl.dot(b_h.to(DOT), b_w.to(DOT), z, input_precision="ieee", out_dtype=ACC)  # ieee: never tf32
-        p_h += BD * stride_hd
-        p_w += BD * stride_wd
-    return z
 
 
 @triton.jit
@@ -94,6 +59,49 @@ def times_slope(g, t, inv_temperature, scale, softcap):
     if scale is not None:
         g *= scale
     return g
+
+
+@triton.jit
+def statistics(x):
+    """Of the logits x (rows, columns) of each row: m = max, -inf where every x is; sum exp(x - m); sum exp(x - m) (x - m)."""
+    x = at_least_floor(x)
+    m = tl.max(x, 1)
+    some = m > FLOOR  # otherwise any finite reference gives exp(FLOOR) = 0
+    x -= tl.where(some, m, 0.0)[:, None]
+    e = tl.exp(x)
+    return tl.where(some, m, float("-inf")), tl.sum(e, 1), tl.sum(e * x, 1)
+
+
+@triton.jit
+def logit_gradient(
+    x,  # logits (rows, columns)
+    t,  # tanh of the softcap
+    row,  # numbers of the rows
+    maximum,
+    log_sum,
+    entropy,  # or None
+    probability,
+    entropy_coef,  # or None
+    at_target,  # where the picked coefficient is added, or None
+    picked,
+    inv_temperature,  # (rows, 1) or None
+    scale,
+    softcap,
+):
+    """Gradient of the products: (picked at the target - p (probability + entropy_coef (log p + H))) dx/dz. Both parts of the target's
+    column have the same slope: where the policy is sure, they cancel to a small rest."""
+    log_p = (x - tl.load(maximum + row)[:, None]) - tl.load(log_sum + row)[:, None]
+    g = -tl.exp(log_p)
+    a = tl.load(probability + row)
+    if entropy_coef is None:
+        g *= a[:, None]
+    else:
+        b = tl.load(entropy_coef + row)
+        a += b * tl.load(entropy + row)
+        g *= a[:, None] + b[:, None] * at_least_floor(log_p)
+    if at_target is not None:
+        g = tl.where(at_target, g + picked[:, None], g)
+    return times_slope(g, t, inv_temperature, scale, softcap)
 
 
 @triton.jit

@@ -1,0 +1,58 @@
+"""Backward epilogue of a tile of products that a vendor GEMM wrote: the gradient of the products, in their place or in fewer bits."""
+
+import triton
+import triton.language as tl
+
+from bapo_kernels.head.triton.shared import column_of, logit_gradient, logits
+
+
+@triton.jit(do_not_specialize=["n", "w", "first"])
+def dlogits_rows(
+    z,  # (n, w) products
+    bias,  # (w,) or None
+    inv_temperature,  # (n,) or None
+    ids,  # (n, P): column 0, the target; or None
+    maximum,  # (n,)
+    log_sum,  # (n,)
+    entropy,  # (n,) H, or None
+    probability,  # (n,) coefficient of -p
+    entropy_coef,  # (n,) or None
+    picked,  # (n, P) coefficients of the logits at ids, or None
+    out,  # (n, w) dz; may be z
+    n,
+    w,
+    first,  # vocabulary id of column 0
+    scale,  # or None
+    softcap,  # or None
+    stride_zn,
+    stride_in,
+    stride_gn,
+    stride_on,
+    EVEN_W: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+):
+    blocks = tl.cdiv(w, BV)
+    o_n = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
+    o_v = tl.program_id(0) % blocks * BV + tl.arange(0, BV)
+    m_out = (o_n < n)[:, None]
+    if not EVEN_W:
+        m_out = m_out & (o_v < w)[None, :]
+    row = tl.minimum(o_n, n - 1).to(tl.int64)
+    column = tl.minimum(o_v, w - 1)
+
+    b_z = tl.load(z + row[:, None] * stride_zn + o_v[None, :], m_out, other=0.0)
+    b_bias = None if bias is None else tl.load(bias + column)[None, :]
+    b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
+    x, t = logits(b_z, b_bias, b_inv_t, scale, softcap)
+
+    at_target = None
+    b_picked = None
+    if ids is not None:
+        at_target = o_v[None, :] == column_of(tl.load(ids + row * stride_in), first, w)[:, None]
+        b_picked = tl.load(picked + row * stride_gn)
+    g = logit_gradient(
+        *(x, t, row, maximum, log_sum, entropy, probability, entropy_coef, at_target, b_picked),
+        *(b_inv_t, scale, softcap),
+    )
+    tl.store(out + row[:, None] * stride_on + o_v[None, :], g, m_out)

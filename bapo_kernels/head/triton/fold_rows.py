@@ -1,0 +1,75 @@
+"""Forward epilogue of a tile of products that a vendor GEMM wrote: its logits, folded into the running statistics of each row."""
+
+import triton
+import triton.language as tl
+
+from bapo_kernels.head.triton.shared import FLOOR, at_least_floor, column_of, logits, statistics
+
+
+@triton.jit(do_not_specialize=["n", "w", "P", "first"])
+def fold_rows(
+    z,  # (n, w) products; left as they are
+    bias,  # (w,) or None
+    inv_temperature,  # (n,) or None
+    ids,  # (n, P)
+    maximum,  # (n,) of the logits so far
+    total,  # (n,) sum exp(x - m)
+    spread,  # (n,) sum exp(x - m) (x - m), or None
+    picked,  # (n, P) x at ids; written where the id is in the slice
+    n,
+    w,
+    P,
+    first,  # vocabulary id of column 0
+    scale,  # or None
+    softcap,  # or None
+    stride_zn,
+    stride_in,
+    stride_ip,
+    stride_pn,
+    stride_pp,
+    EVEN_W: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+    BP: tl.constexpr,  # ids at a time
+):
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m_n = o_n < n
+    row = tl.minimum(o_n, n - 1).to(tl.int64)
+    p_z = z + row[:, None] * stride_zn
+    b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
+
+    m = tl.load(maximum + row)
+    s = tl.load(total + row)
+    u = s if spread is None else tl.load(spread + row)
+    for v in range(0, w, BV):
+        o_v = v + tl.arange(0, BV)
+        column = tl.minimum(o_v, w - 1)
+        b_bias = None if bias is None else tl.load(bias + column)[None, :]
+        x, _ = logits(tl.load(p_z + column[None, :]), b_bias, b_inv_t, scale, softcap)
+        if not EVEN_W:
+            x = tl.where(o_v[None, :] < w, x, FLOOR)
+        b_m, b_s, b_u = statistics(x)
+        new = tl.maximum(m, b_m)
+        reference = tl.where(new == float("-inf"), 0.0, new)
+        old_shift = at_least_floor(m - reference)
+        new_shift = at_least_floor(b_m - reference)
+        keep = tl.exp(old_shift)
+        b_keep = tl.exp(new_shift)
+        if spread is not None:
+            u = (u + old_shift * s) * keep + (b_u + new_shift * b_s) * b_keep
+        s = s * keep + b_s * b_keep
+        m = new
+    tl.store(maximum + row, m, m_n)
+    tl.store(total + row, s, m_n)
+    if spread is not None:
+        tl.store(spread + row, u, m_n)
+
+    for p in range(0, P, BP):
+        o_p = p + tl.arange(0, BP)
+        inside = m_n[:, None] & (o_p < P)[None, :]
+        v = tl.load(ids + row[:, None] * stride_in + o_p[None, :] * stride_ip, inside, other=-1)
+        column = column_of(v, first, w)
+        here = column >= 0
+        b_bias = None if bias is None else tl.load(bias + column, here, other=0.0)
+        x, _ = logits(tl.load(p_z + column, here, other=0.0), b_bias, b_inv_t, scale, softcap)
+        tl.store(picked + row[:, None] * stride_pn + o_p[None, :] * stride_pp, x, here)

@@ -12,9 +12,10 @@ import torch
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 
 
+@pytest.mark.parametrize("design", ["gemm", "tile"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-def test_cases_in_the_interpreter(dtype):
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
+def test_cases_in_the_interpreter(dtype, design):
+    env = {**os.environ, "TRITON_INTERPRET": "1", "BAPO_KERNELS_DESIGN": design}
     done = subprocess.run(
         [sys.executable, "-P", __file__, dtype], env=env, capture_output=True, text=True, timeout=600, check=False
     )

@@ -52,6 +52,15 @@ def test_precision_inherited_from_the_general_setting_stays_inherited(restore_pr
     assert not {"tf32", "bf16"} & set(precisions())
 
 
+def test_fp16_products_are_not_summed_in_fp16(restore_precision):
+    products = torch.backends.cuda.matmul
+    for before in (True, False):
+        products.allow_fp16_accumulation = before
+        with full_precision("cpu"), full_precision("cpu"):
+            assert not products.allow_fp16_accumulation
+        assert products.allow_fp16_accumulation == before
+
+
 def test_precision_is_restored_by_the_last_of_overlapping_threads(restore_precision):
     torch.set_float32_matmul_precision("high")
     before, inside, leave, seen = precisions(), threading.Event(), threading.Event(), []

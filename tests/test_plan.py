@@ -123,13 +123,6 @@ def test_the_reference_has_no_engines():
             bk.plan(**SIZES, backend="reference", engine=engine)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton is chosen on GPUs only")
-def test_backends_that_keep_nothing():
-    for engine in ("one-pass", "frozen"):
-        with pytest.raises(ValueError, match=f"{engine}.*backend"):
-            bk.plan(**SIZES, device="cuda", backend="triton", engine=engine, weight_grad=engine == "one-pass")
-
-
 BAD = {
     "tokens": [-1, 1.5, "x", None, True],
     "hidden_size": [0, -1, 2.5],

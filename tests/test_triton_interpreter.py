@@ -12,7 +12,7 @@ if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
 
-@pytest.mark.parametrize("file", ["interpreted_triton.py", "interpreted_losses.py"])
+@pytest.mark.parametrize("file", ["interpreted_triton.py", "interpreted_losses.py", "interpreted_engines.py"])
 def test_in_interpreter(file):
     cases = Path(__file__).with_name(file)
     command = [

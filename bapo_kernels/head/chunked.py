@@ -185,14 +185,15 @@ class Gradients:
     def add(
         self, part: "Slice", dz: Tensor, hidden: Tensor, rows: slice, outs: "list[tuple[Tensor, slice]]", beta: float
     ) -> None:
-        """What dz (b, w) gives, the gradient of the products of `hidden` (b, D) with `part`, which are multiplied in the dtype of dz. Of
-        `outs`, each is where d_weight (w, D_i) of some columns goes, added to beta times what it holds."""
+        """What dz (b, w) gives, the gradient of the products of `hidden` (b, D; in `gradient_dtype`) with `part`. Of `outs`, each is where
+        d_weight (w, D_i) of some columns goes, added to beta times what it holds."""
+        if self.bias is not None:
+            self.bias[part.first : part.last] += dz.sum(0)
+        dz = dz.to(hidden.dtype)
         if self.hidden is not None:
             multiply_add(self.hidden[rows], dz, part.weight.to(dz.dtype))
         for out, columns in outs:
-            multiply_add(out, dz.t(), hidden[:, columns].to(dz.dtype), beta)
-        if self.bias is not None:
-            self.bias[part.first : part.last] += dz.sum(0, dtype=self.bias.dtype)
+            multiply_add(out, dz.t(), hidden[:, columns], beta)
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,8 @@ class Backend(Protocol):
     def dlogits(
         self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, tile: Tensor
     ) -> Tensor:
-        """The gradient (n, w) of the products hidden . weight of `part`, in `gradient_dtype`. `tile` is a buffer, and may be the result."""
+        """The gradient (n, w) of the products hidden . weight of `part`; in `gradient_dtype`, or not yet rounded to that, as where the head
+        has a bias, whose gradient is its sum. `tile` is a buffer, and may be the result."""
 
 
 @cache
@@ -315,7 +317,7 @@ def backward(
     coef.rows(slice(n, total)).map(Tensor.zero_)
     operand = backend.operand(acc, rows.hidden.dtype, weight.dtypes)
     rows = replace(rows, hidden=rows.hidden.to(operand))
-    factor = rows.hidden.to(gradient_dtype(operand, acc)) if any(needs.weight) else rows.hidden
+    factor = rows.hidden.to(gradient_dtype(operand, acc))
     beta = 0.0 if add_to is None else 1.0
     if add_to is None:
         sums = Gradients.start(needs, weight, total, acc, None)

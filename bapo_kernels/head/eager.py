@@ -51,7 +51,7 @@ class GemmBackend:
     ) -> Tensor:
         """`dlogits` of the products z, which it may overwrite."""
         dtype = gradient_dtype(rows.hidden.dtype, z.dtype)
-        out = z if dtype == z.dtype else torch.empty_like(z, dtype=dtype)
+        out = z if part.bias is not None or dtype == z.dtype else torch.empty_like(z, dtype=dtype)
         self.epilogues.dlogits(z, rows, part, spec, stats, coef, out)
         return out
 

@@ -16,7 +16,7 @@ from bapo_kernels.head import chunked
 from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, State, Statistics, Weight
 from bapo_kernels.head.eager import FLOOR, GemmBackend
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
-from bapo_kernels.head.products import multiply_add
+from bapo_kernels.head.products import gradient_dtype, multiply_add
 
 
 def forward(
@@ -32,6 +32,7 @@ def forward(
     n, device = rows.hidden.shape[0], rows.hidden.device
     acc = accumulation_dtype(rows.hidden, *weight.parts, bias)
     operand = backend.operand(acc, rows.hidden.dtype, weight.dtypes)
+    factors = gradient_dtype(operand, acc)
     rows = replace(rows, hidden=rows.hidden.to(operand)).map(chunked.pad)
     total = rows.hidden.shape[0]
     state, others = State.start(rows.ids, entropy, acc), torch.zeros_like(rows.hidden, dtype=acc)
@@ -54,7 +55,7 @@ def forward(
                 e = backend.turn(z, replace(here, ids=no_ids[block]), part, spec, *_exponentials(m))
                 e.scatter_(1, column, torch.where(outside, e.gather(1, column), 0.0))
                 rescale = (before - m).clamp_(min=FLOOR).exp_()
-                multiply_add(others[block].mul_(rescale[:, None]), e, part.weight.to(e.dtype))
+                multiply_add(others[block].mul_(rescale[:, None]), e.to(factors), part.weight.to(factors))
     room = tile.nbytes
     del tile
     stats = state.statistics()

@@ -33,6 +33,7 @@ from bapo_kernels.head.chunked import (
 from bapo_kernels.head.eager import GemmBackend
 from bapo_kernels.head.inputs import Problem
 from bapo_kernels.head.precision import full_precision
+from bapo_kernels.head.products import gradient_dtype
 
 # Coefficients computed from a block and from the whole batch are the same if they differ by the rounding of some operations.
 SAME_ROUNDINGS = 64
@@ -169,7 +170,7 @@ class OnePass:
             return
         rows = self._rows(number).map(pad)
         stats, coef = self.stats.rows(number).map(pad), self.used.rows(number).map(pad)
-        hidden, sums = rows.hidden, self.gradients
+        hidden, sums = rows.hidden.to(gradient_dtype(self.operand, self.problem.dtype)), self.gradients
         if sums.hidden is not None:
             sums = replace(sums, hidden=torch.zeros_like(hidden, dtype=self.problem.dtype))
         for part, tile in self._slices():

@@ -12,6 +12,7 @@ _EXACT = ("none", "ieee")
 _lock = threading.Lock()
 _inside = 0
 _before: list[str] = []
+_fp16_sums = False
 
 
 def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -21,16 +22,18 @@ def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 @contextmanager
 def full_precision(device_type: str):
-    """Inside: no tf32, no bf16 behind an fp32 matmul, no autocast.
+    """Inside: no tf32, no bf16 behind an fp32 matmul, no fp16 sums of fp16 products, no autocast.
 
     The settings are the process's, and backward runs on threads of its own: the first in saves them, the last out restores them."""
-    global _inside, _before
+    global _inside, _before, _fp16_sums
+    products = torch.backends.cuda.matmul
     with _lock:
         if _inside == 0:
             _before = [s.fp32_precision for s in _SETTINGS]
             for s, value in zip(_SETTINGS, _before, strict=True):
                 if value not in _EXACT:
                     s.fp32_precision = "ieee"
+            _fp16_sums, products.allow_fp16_accumulation = products.allow_fp16_accumulation, False
         _inside += 1
     try:
         with torch.autocast(device_type, enabled=False):
@@ -44,3 +47,4 @@ def full_precision(device_type: str):
                         # What is read may be inherited from the general setting, and has to stay so.
                         general = torch.backends.fp32_precision  # type: ignore[attr-defined]
                         s.fp32_precision = "none" if value == general else value
+                products.allow_fp16_accumulation = _fp16_sums

@@ -1,7 +1,7 @@
 """The vendor's matrix products: 16-bit operands where the hardware sums their products in fp32, and sums that are never held in less.
 
 bf16 hidden states and weight are multiplied as they are, into fp32 logits. The gradient dz of the logits is then rounded to bf16 once, as
-an operand of the two products of the backward; its sums stay fp32. fp16 has not the range for dz: there the backward multiplies in fp32.
+an operand of the two products of the backward; their sums are fp32. fp16 has not the range for dz: there the backward multiplies in fp32.
 """
 
 from collections.abc import Iterable

@@ -54,8 +54,12 @@ def choose_design(narrow_products: bool, hidden: torch.dtype, weight: Iterable[t
     return Design("gemm", "kept products save a pass of four, more than a fused tile could")
 
 
+def design_for(device: torch.device, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> Design:
+    return choose_design(_narrow(device), hidden, weight)
+
+
 def backend_for(device: torch.device, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> Backend:
-    return _build(choose_design(_narrow(device), hidden, weight).name, _narrow(device))
+    return _build(design_for(device, hidden, weight).name, _narrow(device))
 
 
 def _narrow(device: torch.device) -> bool:

@@ -70,8 +70,9 @@ class TileBackend:
     ) -> Tensor:
         (n, ids), w = rows.ids.shape, part.weight.shape[0]
         dtype = gradient_dtype(rows.hidden.dtype, stats.max.dtype)
-        # What recorded ids add is added before the one rounding.
-        out = tile if ids > 1 or dtype == tile.dtype else tile.view(-1).view(dtype)[: n * w].view(n, w)
+        # What recorded ids add is added before the one rounding, and so is a bias's gradient summed up.
+        whole = ids > 1 or part.bias is not None or dtype == tile.dtype
+        out = tile if whole else tile.view(-1).view(dtype)[: n * w].view(n, w)
         if n == 0:
             return out
 
@@ -90,7 +91,7 @@ class TileBackend:
             launch(self._config("dlogits_tile", rows, part, spec, launch))
         if ids > 1:
             add_recorded(out, rows, part, spec, stats, coef, self.configs.get("scatter_grad"))
-        return out.to(dtype)
+        return out
 
     def _config(
         self, kernel: str, rows: Rows, part: Slice, spec: LogitSpec, launch: Callable[[Config], object] | None = None

@@ -32,7 +32,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b, with products and sums in the dtype of `out`."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
-    elif a.is_cuda:
+    elif multiplies_narrow(a.device):
         torch.mm(a, b, out.dtype, out=out)
     else:  # the same numbers: products of 16 bits are exact in fp32
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
@@ -44,7 +44,7 @@ def multiply_add(out: Tensor, a: Tensor, b: Tensor, beta: float = 1.0) -> None:
         torch.addmm(out, a, b, beta=beta, out=out)
     elif beta == 0.0:
         multiply(a, b, out)
-    elif a.is_cuda and _adds_to_fp32(a.device, a.dtype):
+    elif multiplies_narrow(a.device) and _adds_to_fp32(a.device, a.dtype):
         torch.addmm(out, a, b, out.dtype, beta=beta, out=out)
     else:
         product = torch.empty_like(out)

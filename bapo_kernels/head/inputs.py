@@ -43,7 +43,7 @@ class Problem:
         if not self.topk:
             return None
         padding = self.ids == -1
-        padding[:, 0] = False
+        padding[:, 0].fill_(False)
         return padding
 
 

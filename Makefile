@@ -12,7 +12,7 @@ CSRC := CMakeLists.txt $(wildcard csrc/*)
 SINGLE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTEST_ARGS ?= -n auto
 
-.PHONY: help build demo bench test lint format clean
+.PHONY: help build demo bench gpu test matrix lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -43,8 +43,23 @@ bench: $(INSTALLED)  ## Beside other packages on this CPU (an hour; BENCH_ARGS=-
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS) --plot
 
+# It needs a CUDA (or ROCm) build of torch: on Linux, what PyPI has.
+gpu: $(INSTALLED)  ## On a GPU machine: tests, checks, timings and report in 8 minutes (GPU_ARGS="--budget 200")
+	-$(PIP) install --no-deps -c constraints.txt verl
+	$(BIN)/python -m bapo_kernels bench --gpu $(GPU_ARGS)
+
 test: $(INSTALLED)  ## The whole test suite
 	$(SINGLE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Compiles only, no GPU is needed. Another version of Triton than that of constraints.txt is put beside .venv, and leaves the table as it is.
+OTHER_TRITON := $(if $(TRITON),build/triton-$(TRITON))
+
+matrix: $(INSTALLED) $(OTHER_TRITON)  ## Compile every Triton kernel for every chip (TRITON=3.9.0: with that version), and write the table
+	PYTHONPATH=$(OTHER_TRITON) $(BIN)/python tests/compile_matrix.py --all --table $(or $(OTHER_TRITON),tests/compile_matrix).csv
+
+build/triton-%:
+	$(PIP) install --no-deps --target $@.part triton==$*
+	mv $@.part $@
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

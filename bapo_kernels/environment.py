@@ -30,7 +30,7 @@ def env_report() -> dict[str, str]:
             report[f"backend {name} on {device.type}"] = backends.unavailable(name, device) or "usable"
         report[f"backend auto on {device.type}"] = backends.resolve("auto", device)
     try:
-        report["memory budget"] = f"{backends.resolve_budget(None) / 2**20:g} MiB"
+        report["memory budget"] = f"{backends.resolve_budget(None, devices[-1]) / 2**20:g} MiB"
     except ValueError as error:
         report["memory budget"] = f"invalid: {error}"
     return report

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bapo_kernels.evaluation import PolicyLossOutput
@@ -49,7 +50,7 @@ class LinearPolicyLoss(nn.Module):
         _check_names("LinearPolicyLoss", linear_policy_loss, self.options)
         backends.check_name(options.get("backend", "auto"))
         check_engine(options.get("engine", "auto"))
-        backends.resolve_budget(options.get("memory_budget"))
+        backends.resolve_budget(options.get("memory_budget"), torch.device("cpu"))
         shared = {k: v for k, v in options.items() if k in PolicyOptions.__dataclass_fields__}
         PolicyOptions(loss=resolve(loss), **shared)  # a mistake shows here, not at the first batch
 

@@ -85,7 +85,7 @@ def plan(
         entropy_coef=entropy_coef,
         top_entropy=top_entropy,
     )
-    chosen, budget = choose_backend(backend, device, dtype, [dtype]), resolve_budget(memory_budget)
+    chosen, budget = choose_backend(backend, device, dtype, [dtype]), resolve_budget(memory_budget, device)
     if chosen is None:
         raise ValueError("backend='reference' has no engines: it holds the logits of all tokens that count")
     work = Work.of(

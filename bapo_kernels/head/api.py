@@ -49,7 +49,7 @@ class Head:
         parts = Weight.of(weight)
         problem = head_problem(hidden, parts, targets, **given)
         chosen = choose_backend(backend, hidden.device, hidden.dtype, parts.dtypes)
-        budget = resolve_budget(memory_budget)
+        budget = resolve_budget(memory_budget, hidden.device)
         return cls(
             problem, chosen, budget, hidden.reshape(problem.layout.numel(), hidden.shape[-1]), parts, given["bias"]
         )
@@ -143,7 +143,7 @@ def linear_logprobs(
         return_entropy: also the entropy in nats, over the same distribution. With a weight that is not trained, a gradient of the entropy
             costs two passes over the rows concerned (`linear_policy_loss` knows beforehand, and does better).
         backend: "auto", "triton", "cpu", "torch" or "reference" (plain autograd on materialised logits: the oracle).
-        memory_budget: bytes for temporary tiles; None: BAPO_KERNELS_MEMORY_BUDGET, or 256 MiB.
+        memory_budget: bytes for temporary tiles; None: BAPO_KERNELS_MEMORY_BUDGET, or 256 MiB, 1 GiB on a GPU.
 
     Returns:
         `TokenStatistics(logprobs, entropy, topk_logprobs)`, each differentiable with any upstream gradient; None where not asked for.

@@ -11,10 +11,11 @@ from bapo_kernels.checks import is_whole
 from bapo_kernels.head import cpu, triton
 from bapo_kernels.head.chunked import Backend
 from bapo_kernels.head.eager import GemmBackend, TorchEpilogues
-from bapo_kernels.head.products import multiplies_narrow
+from bapo_kernels.head.products import LEAST_ROWS, LEAST_ROWS_GPU, multiplies_narrow
 
 NAMES = ("auto", "triton", "cpu", "torch", "reference")
-DEFAULT_BUDGET = 256 * 2**20
+# On a GPU, tiles of all rows of a large batch: products over many rows at a time are what is fast there.
+DEFAULT_BUDGET, DEFAULT_BUDGET_GPU = 256 * 2**20, 2**30
 
 
 def unavailable(name: str, device: torch.device) -> str | None:
@@ -78,16 +79,17 @@ def _automatic(device_type: str) -> str:
 
 @cache
 def _build(name: str, narrow: bool) -> Backend:
-    return GemmBackend(cpu.CpuEpilogues() if name == "cpu" else TorchEpilogues(), narrow)
+    epilogues = cpu.CpuEpilogues() if name == "cpu" else TorchEpilogues()
+    return GemmBackend(epilogues, narrow, LEAST_ROWS_GPU if narrow else LEAST_ROWS)
 
 
-def resolve_budget(memory_budget: int | None) -> int:
-    """Bytes for temporary tiles: the argument, else BAPO_KERNELS_MEMORY_BUDGET, else 256 MiB."""
+def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
+    """Bytes for temporary tiles: the argument, else BAPO_KERNELS_MEMORY_BUDGET, else 256 MiB, 1 GiB on a GPU."""
     name: str = "memory_budget"
     value: object = memory_budget
     if memory_budget is None:
         name = "BAPO_KERNELS_MEMORY_BUDGET"
-        text = os.environ.get(name) or str(DEFAULT_BUDGET)
+        text = os.environ.get(name) or str(DEFAULT_BUDGET_GPU if device.type == "cuda" else DEFAULT_BUDGET)
         value = int(text) if text.isdecimal() else text
     if not is_whole(value) or value <= 0:
         raise ValueError(f"{name} must be a number of bytes > 0, got {value!r}")

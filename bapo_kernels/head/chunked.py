@@ -210,6 +210,7 @@ class Slice:
 class Backend(Protocol):
     name: str
     tiles: tuple[int, int]  # tiles of logits alive at once, forward and backward: what a memory budget counts
+    least_rows: int  # fewer in a product with the vocabulary, and reading the weight is what takes the time
 
     def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
         """What to hand over hidden states and weight in, if these are their dtypes: that, or the accumulation dtype."""
@@ -283,7 +284,7 @@ def forward(
     total = rows.hidden.shape[0]
     state = State.start(rows.ids, entropy, acc)
     edges = slice_edges(spec.vocab_size, weight.shape[1])
-    left = tile_budget(budget, 2 * total * weight.shape[1] * acc.itemsize)
+    left = tile_budget(budget, 2 * total * weight.shape[1] * operand.itemsize)
     tile, blocks = tile_and_blocks(total, widest(edges), backend.tiles[0], acc, device, left)
     with full_precision(device.type):
         for part in slices(weight, bias, edges, acc, operand):
@@ -325,7 +326,7 @@ def backward(
         d_hidden = torch.zeros(total, hidden_size, dtype=acc, device=device) if needs.hidden else None
         sums = replace(add_to, hidden=d_hidden)
     edges = slice_edges(spec.vocab_size, hidden_size)
-    width, left = widest(edges), tile_budget(budget, 3 * total * hidden_size * acc.itemsize)
+    width, left = widest(edges), tile_budget(budget, total * hidden_size * (2 * operand.itemsize + acc.itemsize))
     tile, blocks = tile_and_blocks(total, width, backend.tiles[1], acc, device, left)
     # d_weight of a slice is summed up in `acc`: in its place, or, where that has fewer bits, beside it.
     trained = sums.trained(weight)

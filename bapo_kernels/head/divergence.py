@@ -30,6 +30,7 @@ from bapo_kernels.head.chunked import (
 from bapo_kernels.head.eager import FLOOR, logit_slope, logits_
 from bapo_kernels.head.inputs import check_head_tensors, inverse_temperature, logit_spec
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
+from bapo_kernels.head.products import LEAST_ROWS
 from bapo_kernels.head.rows import Selection
 
 
@@ -90,7 +91,7 @@ def linear_kl(
     )
     flat = hidden.reshape(rows, hidden.shape[-1])
     flat_rollout = rollout_hidden.detach().reshape(rows, rollout_hidden.shape[-1])
-    call = Call(sampler, selection, inv_temperature, spec, acc, resolve_budget(None))
+    call = Call(sampler, selection, inv_temperature, spec, acc, resolve_budget(None, device))
     if on_reference:
         return _reference(call, flat, policy_weight, bias, flat_rollout).reshape(layout)
     return _Divergence.apply(call, flat, bias, flat_rollout, *policy_weight.parts).reshape(layout)
@@ -116,6 +117,7 @@ class Sampler:
 
     name = "divergence"
     tiles = (4, 6)
+    least_rows = LEAST_ROWS
 
     def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
         return acc

@@ -23,8 +23,6 @@ from bapo_kernels.head.eager import GemmBackend
 from bapo_kernels.head.products import gradient_dtype
 
 ENGINES = ("auto", "recompute", "one-pass", "frozen")
-# Fewer rows than these in a product with the vocabulary, and reading the weight takes longer than the pass that is saved.
-MIN_ROWS = 64
 NEAR = 1.05  # of two engines with so nearly the same passes, the one that holds less
 CAPTURED = "rows are not counted while a CUDA graph is captured"
 NOT_KEPT = "its backend does not keep the products of a tile"
@@ -64,6 +62,7 @@ class Work:
     entropy_grad: bool
     captured: bool  # by a CUDA graph: rows cannot be counted
     tiles: int  # of the backend
+    least_rows: int  # in a product with the vocabulary: with fewer, reading the weight takes longer than a pass that is saved
     keeps: bool  # the backend can keep products
     budget: int
 
@@ -86,6 +85,7 @@ class Work:
             trained_columns=sum(columns for columns, _, trained in parts if trained),
             summed_columns=sum(columns for columns, part, trained in parts if trained and part != dtype),
             tiles=max(backend.tiles),
+            least_rows=backend.least_rows,
             keeps=isinstance(backend, GemmBackend),
             **known,
         )
@@ -174,9 +174,9 @@ def choose(engine: str, work: Work) -> Plan:
     }
     if engine != "auto":
         return plans[engine]._replace(reason="asked for")
-    if refusals["one-pass"] is None and work.capacity < min(MIN_ROWS, work.counted):
+    if refusals["one-pass"] is None and work.capacity < min(work.least_rows, work.counted):
         refusals["one-pass"] = (
-            f"memory_budget={work.budget} holds the products of {work.capacity} rows, and fewer than {MIN_ROWS} do not pay"
+            f"memory_budget={work.budget} holds the products of {work.capacity} rows, and fewer than {work.least_rows} do not pay"
         )
     if refusals["frozen"] is None and work.frozen_bytes() > work.budget:
         refusals["frozen"] = f"d logprob / d hidden takes more than memory_budget={work.budget}"

@@ -204,3 +204,29 @@ def test_rows_do_not_depend_on_their_number(backend, dtype):
             bias=pair.bias, rollout_bias=pair.rollout_bias, backend=backend,
         )  # fmt: skip
         assert_bits(part, whole[rows])
+
+
+def test_16_bit_heads_are_multiplied_as_they_are_where_that_is_exact(monkeypatch):
+    """As on a GPU: the same numbers, but that dz is rounded to bf16 once."""
+    from bapo_kernels.head import divergence
+
+    dtype = torch.bfloat16
+    hidden, weight = normal(7, 12, seed=1).to(dtype), normal(301, 12, seed=2).to(dtype)
+    rollout, other = normal(7, 9, seed=3).to(dtype), normal(301, 9, seed=4).to(dtype)
+
+    def run():
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        kl = bk.linear_kl(*leaves, rollout, other, backend="torch")
+        return kl.detach(), *torch.autograd.grad((kl * normal(7, seed=5)).sum(), leaves)
+
+    kl, *want = run()
+    seen = []
+    multiply = divergence.multiply
+    monkeypatch.setattr(divergence, "multiply", lambda a, b, out: (seen.append(a.dtype), multiply(a, b, out)))
+    monkeypatch.setattr(divergence, "multiplies_narrow", lambda device: True)
+    narrow_kl, *got = run()
+    assert set(seen) == {dtype}
+    torch.testing.assert_close(narrow_kl, kl, rtol=1e-5, atol=1e-6)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == dtype
+        assert (a.double() - b.double()).abs().max() <= 2**-7 * b.double().abs().max()

@@ -30,7 +30,7 @@ from bapo_kernels.head.chunked import (
 from bapo_kernels.head.eager import FLOOR, logit_slope, logits_
 from bapo_kernels.head.inputs import check_head_tensors, inverse_temperature, logit_spec
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
-from bapo_kernels.head.products import LEAST_ROWS
+from bapo_kernels.head.products import LEAST_ROWS, multiplies_narrow, multiply, operand_dtype
 from bapo_kernels.head.rows import Selection
 
 
@@ -88,6 +88,7 @@ def linear_kl(
         None if rollout_bias is None else rollout_bias.detach(),
         spec,
         acc,
+        multiplies_narrow(device) and not on_reference,
     )
     flat = hidden.reshape(rows, hidden.shape[-1])
     flat_rollout = rollout_hidden.detach().reshape(rows, rollout_hidden.shape[-1])
@@ -114,16 +115,18 @@ class Sampler:
     bias: Tensor | None
     spec: LogitSpec
     dtype: torch.dtype
+    narrow: bool  # 16-bit operands are multiplied as they are
 
     name = "divergence"
     tiles = (4, 6)
     least_rows = LEAST_ROWS
 
     def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
-        return acc
+        return operand_dtype(self.narrow, acc, hidden, weight)
 
     def logits(self, rows: PairRows, first: int, last: int) -> Tensor:
-        z = rows.rollout_hidden @ self.weight.rows(slice(first, last), self.dtype).t()
+        weight = self.weight.rows(slice(first, last), rows.rollout_hidden.dtype)
+        z = _product(rows.rollout_hidden, weight, self.dtype)
         bias = None if self.bias is None else self.bias[first:last].to(self.dtype)
         return logits_(z, bias, self.spec, rows.inv_temperature)
 
@@ -136,7 +139,7 @@ class Sampler:
         assert isinstance(rows, PairRows)
         assert rows.rollout_max is not None
         assert rows.rollout_log_sum is not None
-        torch.mm(rows.hidden, part.weight.t(), out=tile)
+        multiply(rows.hidden, part.weight.t(), tile)
         y = logits_(tile, part.bias, spec, rows.inv_temperature)
         slope = logit_slope(y, spec, rows.inv_temperature)
         y.sub_(stats.max[:, None]).sub_(stats.log_sum[:, None]).exp_()
@@ -159,7 +162,7 @@ class Call:
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, hidden: Tensor, bias: Tensor | None, rollout_hidden: Tensor, *parts: Tensor):
-        rows = _rows(call, hidden, rollout_hidden)
+        rows = _rows(call, hidden, Weight(parts), rollout_hidden)
         kl, policy, sampler = _statistics(call, rows, Weight(parts), bias)
         ctx.call = call
         ctx.save_for_backward(hidden, bias, rollout_hidden, *policy, *sampler, *parts)
@@ -179,9 +182,9 @@ class _Divergence(torch.autograd.Function):
         outer = call.selection.then(inner)
         if outer.rows == 0:
             return None, *zeros(ctx, hidden, bias, rollout_hidden, *parts)
-        rows = _rows(call, hidden, rollout_hidden).map(inner.take)
+        rows = _rows(call, hidden, weight, rollout_hidden).map(inner.take)
         rows = replace(rows, rollout_max=inner.take(rollout_m), rollout_log_sum=inner.take(rollout_log_s))
-        none = rows.hidden.new_zeros(outer.rows, 0, dtype=call.dtype)
+        none = g.new_zeros(outer.rows, 0)
         stats = Statistics(inner.take(m), inner.take(log_s), None, none)
         coef = Coefficients(inner.take(g).contiguous(), None, none)
         sums = chunked.backward(call.sampler, rows, stats, coef, weight, bias, call.spec, needs, call.budget)
@@ -189,10 +192,22 @@ class _Divergence(torch.autograd.Function):
         return None, d_hidden, d_bias, None, *d_weight
 
 
-def _rows(call: Call, hidden: Tensor, rollout_hidden: Tensor) -> PairRows:
-    take = call.selection.take
+def _rows(call: Call, hidden: Tensor, weight: Weight, rollout_hidden: Tensor) -> PairRows:
+    """In what they are multiplied in."""
+    take, operand, sampler = call.selection.take, call.sampler.operand, call.sampler.weight
     ids = torch.zeros(call.selection.rows, 0, dtype=torch.int64, device=hidden.device)
-    return PairRows(take(hidden).to(call.dtype), ids, call.inv_temperature, take(rollout_hidden).to(call.dtype))
+    return PairRows(
+        take(hidden).to(operand(call.dtype, hidden.dtype, weight.dtypes)),
+        ids,
+        call.inv_temperature,
+        take(rollout_hidden).to(operand(call.dtype, rollout_hidden.dtype, sampler.dtypes)),
+    )
+
+
+def _product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    z = torch.empty(hidden.shape[0], weight.shape[0], dtype=dtype, device=hidden.device)
+    multiply(hidden, weight.t(), z)
+    return z
 
 
 def _statistics(call: Call, rows: PairRows, weight: Weight, bias: Tensor | None):
@@ -207,10 +222,10 @@ def _statistics(call: Call, rows: PairRows, weight: Weight, bias: Tensor | None)
     edges = chunked.slice_edges(call.spec.vocab_size, weight.shape[1])
     bytes_per_row = call.sampler.tiles[0] * max(b - a for a, b in pairwise(edges)) * acc.itemsize
     with full_precision(rows.hidden.device.type):
-        for part in chunked.slices(weight, bias, edges, acc, acc):
+        for part in chunked.slices(weight, bias, edges, acc, rows.hidden.dtype):
             for block in chunked.row_blocks(total, bytes_per_row, call.budget):
                 here = rows.rows(block)
-                y = logits_(here.hidden @ part.weight.t(), part.bias, call.spec, here.inv_temperature)
+                y = logits_(_product(here.hidden, part.weight, acc), part.bias, call.spec, here.inv_temperature)
                 x = call.sampler.logits(here, part.first, part.first + part.weight.shape[0])
                 m, s, c = maxima[:, block], sums[:, block], cross[block]
                 new = torch.maximum(m, torch.stack([y.amax(1), x.amax(1)]))
@@ -234,7 +249,7 @@ def _statistics(call: Call, rows: PairRows, weight: Weight, bias: Tensor | None)
 
 
 def _reference(call: Call, hidden: Tensor, weight: Weight, bias: Tensor | None, rollout_hidden: Tensor) -> Tensor:
-    rows, vocab = _rows(call, hidden, rollout_hidden), call.spec.vocab_size
+    rows, vocab = _rows(call, hidden, weight, rollout_hidden), call.spec.vocab_size
     with full_precision(hidden.device.type):
         z = rows.hidden @ weight.rows(slice(vocab), call.dtype).t()
         if bias is not None:

@@ -6,7 +6,7 @@ import triton.language as tl
 from bapo_kernels.head.triton.shared import column_of, logit_gradient, logits
 
 
-@triton.jit(do_not_specialize=["n", "w", "first"])
+@triton.jit(do_not_specialize=["n", "first"])  # a w that 16 divides is known to keep loads of 16 bytes whole
 def dlogits_rows(
     z,  # (n, w) products
     bias,  # (w,) or None
@@ -35,14 +35,12 @@ def dlogits_rows(
     blocks = tl.cdiv(w, BV)
     o_n = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
     o_v = tl.program_id(0) % blocks * BV + tl.arange(0, BV)
-    m_out = (o_n < n)[:, None]
-    if not EVEN_W:
-        m_out = m_out & (o_v < w)[None, :]
+    m_v = None if EVEN_W else o_v < w
+    m_out = (o_n < n)[:, None] if EVEN_W else (o_n < n)[:, None] & m_v[None, :]
     row = tl.minimum(o_n, n - 1).to(tl.int64)
-    column = tl.minimum(o_v, w - 1)
 
-    b_z = tl.load(z + row[:, None] * stride_zn + o_v[None, :], m_out, other=0.0)
-    b_bias = None if bias is None else tl.load(bias + column)[None, :]
+    b_z = tl.load(z + row[:, None] * stride_zn + o_v[None, :], m_out)
+    b_bias = None if bias is None else tl.load(bias + o_v, m_v)[None, :]
     b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
     x, t = logits(b_z, b_bias, b_inv_t, scale, softcap)
 
@@ -51,8 +49,10 @@ def dlogits_rows(
     if ids is not None:
         at_target = o_v[None, :] == column_of(tl.load(ids + row * stride_in), first, w)[:, None]
         b_picked = tl.load(picked + row * stride_gn)
+    # fmt: off
     g = logit_gradient(
-        *(x, t, row, maximum, log_sum, entropy, probability, entropy_coef, at_target, b_picked),
-        *(b_inv_t, scale, softcap),
+        x, t, row, maximum, log_sum, entropy, probability, entropy_coef, at_target, b_picked, b_inv_t, scale,
+        softcap,
     )
+    # fmt: on
     tl.store(out + row[:, None] * stride_on + o_v[None, :], g, m_out)

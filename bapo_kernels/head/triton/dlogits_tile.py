@@ -48,10 +48,12 @@ def dlogits_tile(
     o_v = i_v * BV + tl.arange(0, BV)
     row = tl.minimum(o_n, n - 1)
 
+    # fmt: off
     z = products(
-        *(hidden, weight, i_n, i_v, n, w, D, stride_hn, stride_hd, stride_wv, stride_wd),
-        *(ACC, DOT, TMA, EVEN_D, BN, BV, BD),
+        hidden, weight, i_n, i_v, n, w, D, stride_hn, stride_hd, stride_wv, stride_wd, ACC, DOT, TMA, EVEN_D, BN, BV,
+        BD,
     )
+    # fmt: on
     b_bias = None if bias is None else tl.load(bias + tl.minimum(o_v, w - 1))[None, :]
     b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
     x, t = logits(z, b_bias, b_inv_t, scale, softcap)
@@ -59,10 +61,12 @@ def dlogits_tile(
     row = row.to(tl.int64)
     at_target = o_v[None, :] == column_of(tl.load(ids + row * stride_in), first, w)[:, None]
     b_picked = tl.load(picked + row * stride_gn)
+    # fmt: off
     g = logit_gradient(
-        *(x, t, row, maximum, log_sum, entropy, probability, entropy_coef, at_target, b_picked),
-        *(b_inv_t, scale, softcap),
+        x, t, row, maximum, log_sum, entropy, probability, entropy_coef, at_target, b_picked, b_inv_t, scale,
+        softcap,
     )
+    # fmt: on
     m_out = (o_n < n)[:, None]
     if not EVEN_W:
         m_out = m_out & (o_v < w)[None, :]

@@ -6,7 +6,7 @@ import triton.language as tl
 from bapo_kernels.head.triton.shared import FLOOR, at_least_floor, column_of, logits, statistics
 
 
-@triton.jit(do_not_specialize=["n", "w", "P", "first"])
+@triton.jit(do_not_specialize=["n", "P", "first"])  # a w that 16 divides is known to keep loads of 16 bytes whole
 def fold_rows(
     z,  # (n, w) products; left as they are
     bias,  # (w,) or None
@@ -43,11 +43,11 @@ def fold_rows(
     u = s if spread is None else tl.load(spread + row)
     for v in range(0, w, BV):
         o_v = v + tl.arange(0, BV)
-        column = tl.minimum(o_v, w - 1)
-        b_bias = None if bias is None else tl.load(bias + column)[None, :]
-        x, _ = logits(tl.load(p_z + column[None, :]), b_bias, b_inv_t, scale, softcap)
+        m_v = None if EVEN_W else o_v < w
+        b_bias = None if bias is None else tl.load(bias + o_v, m_v)[None, :]
+        x, _ = logits(tl.load(p_z + o_v[None, :], None if EVEN_W else m_v[None, :]), b_bias, b_inv_t, scale, softcap)
         if not EVEN_W:
-            x = tl.where(o_v[None, :] < w, x, FLOOR)
+            x = tl.where(m_v[None, :], x, FLOOR)
         b_m, b_s, b_u = statistics(x)
         new = tl.maximum(m, b_m)
         reference = tl.where(new == float("-inf"), 0.0, new)
@@ -67,8 +67,8 @@ def fold_rows(
     for p in range(0, P, BP):
         o_p = p + tl.arange(0, BP)
         inside = m_n[:, None] & (o_p < P)[None, :]
-        v = tl.load(ids + row[:, None] * stride_in + o_p[None, :] * stride_ip, inside, other=-1)
-        column = column_of(v, first, w)
+        b_ids = tl.load(ids + row[:, None] * stride_in + o_p[None, :] * stride_ip, inside, other=-1)
+        column = column_of(b_ids, first, w)
         here = column >= 0
         b_bias = None if bias is None else tl.load(bias + column, here, other=0.0)
         x, _ = logits(tl.load(p_z + column, here, other=0.0), b_bias, b_inv_t, scale, softcap)

@@ -45,10 +45,12 @@ def fold_tile(
     m_n = o_n < n
     row = tl.minimum(o_n, n - 1)
 
+    # fmt: off
     z = products(
-        *(hidden, weight, i_n, i_v, n, w, D, stride_hn, stride_hd, stride_wv, stride_wd),
-        *(ACC, DOT, TMA, EVEN_D, BN, BV, BD),
+        hidden, weight, i_n, i_v, n, w, D, stride_hn, stride_hd, stride_wv, stride_wd, ACC, DOT, TMA, EVEN_D, BN, BV,
+        BD,
     )
+    # fmt: on
     b_bias = None if bias is None else tl.load(bias + tl.minimum(o_v, w - 1))[None, :]
     b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
     x, _ = logits(z, b_bias, b_inv_t, scale, softcap)

@@ -8,14 +8,18 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from bapo_kernels.compiling import require
+
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A finite real number, in fp32 too, that is no bool; NumPy's scalars are."""
+    """A finite real number, in fp32 too, that is no bool; NumPy's scalars are, and what stands for a number of a compiled graph's runs."""
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return True
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and fits_fp32(value)
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
 
 
 def fits_fp32(value: Real | float) -> bool:
@@ -61,9 +65,8 @@ def check_mask(mask: object, shape: tuple, like: str, device: torch.device) -> N
     check_shape("mask", mask, shape, like, device)
     assert isinstance(mask, Tensor)
     if mask.dtype != torch.bool and values_are_checked(device):
-        odd = mask[(mask != 0) & (mask != 1)]
-        if odd.numel():
-            raise ValueError(f"mask must hold 0 or 1 only, got {odd[0].item()}; weights belong into the advantages")
+        valid = (mask == 0) | (mask == 1)
+        require(valid, mask, "mask must hold 0 or 1 only, got {}; weights belong into the advantages")
 
 
 def check_ignore_index(value: object) -> None:

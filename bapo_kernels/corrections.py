@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import Validated
+from bapo_kernels.compiling import as_fields
 from bapo_kernels.losses.base import Tokens, binary_kl, bounded_exp
 
 LEVELS = ("token", "sequence")
@@ -99,6 +100,10 @@ class KPop(Correction):
         divergence = torch.maximum(binary_kl(trained, sampled), binary_kl(sampled, trained))
         weight = torch.where(divergence > self.phi, 0.0, torch.ones_like(trained))
         return torch.where(trained.isnan() | sampled.isnan(), torch.nan, weight)
+
+
+for _cls in Correction.__subclasses__():
+    as_fields(_cls)
 
 
 def _check_band(correction: MaskedIS | IcePop) -> None:

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from bapo_kernels.evaluation import Batch, PolicyLossOutput, evaluate
 from bapo_kernels.head.api import Head
-from bapo_kernels.head.autograd import attach, coefficients
+from bapo_kernels.head.autograd import attach
 from bapo_kernels.head.chunked import Coefficients, Statistics
 from bapo_kernels.head.eager import GemmBackend
 from bapo_kernels.head.onepass import OnePass
+from bapo_kernels.head.ops import coefficients
 
 
 def one_pass(head: Head, batch: Batch, capacity: int) -> PolicyLossOutput:

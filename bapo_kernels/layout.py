@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import check_floating, check_mask, check_tensor, is_integer, shape_of, values_are_checked
+from bapo_kernels.compiling import is_traced, require
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ class Layout:
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or not is_integer(cu_seqlens):
             got = f"{cu_seqlens.dtype} {shape_of(cu_seqlens)}"
             raise ValueError(f"cu_seqlens must be an integer tensor of shape (S + 1,), got {got}")
-        if cu_seqlens.device.type == "cpu" or values_are_checked(device):
+        if is_traced(cu_seqlens):
+            if values_are_checked(device):
+                _check_edges(name, cu_seqlens, shape[0])
+        elif cu_seqlens.device.type == "cpu" or values_are_checked(device):
             edges = cu_seqlens.tolist()
             if edges[0] != 0 or edges[-1] != shape[0] or any(a > b for a, b in pairwise(edges)):
                 shown = ", ".join(map(str, edges[:8])) + (", ..." if len(edges) > 8 else "")
@@ -64,6 +68,14 @@ class Layout:
             return self.to_tokens(t.reshape(self.sequences))
         allowed = " or ".join(str(s) for s in [tuple(self.shape), *per_sequence])
         raise ValueError(f"{name} must have shape {allowed}, got {shape_of(t)}")
+
+
+def _check_edges(name: str, cu_seqlens: Tensor, tokens: int) -> None:
+    """In a compiled graph, where they are no list."""
+    rise = torch.cat([cu_seqlens[:1] == 0, cu_seqlens[1:] >= cu_seqlens[:-1]])
+    message = f"cu_seqlens must rise from 0 to the tokens of {name}, got {{}}"
+    require(rise, cu_seqlens, message)
+    require(cu_seqlens[-1:] == tokens, cu_seqlens[-1:], message)
 
 
 def layout_and_mask(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:

@@ -103,6 +103,7 @@ def plan(
         topk=options.needs_topk,
         entropy_grad=entropy_coef != 0,
         captured=False,
+        traced=False,
         budget=budget,
     )
     answer = choose(engine, work)
@@ -115,7 +116,7 @@ def work_of(head: Head, backend: Backend, batch: Batch, engine: str) -> Work:
     options, recorded = batch.options, batch.recorded
     late_because = _late_because(options, recorded.old_logprobs is not None)
     work = head.work(backend, late_because=late_because, entropy_grad=options.entropy_coef != 0)
-    settled = engine != "auto" or not work.keeps or work.captured or work.head_grad
+    settled = engine != "auto" or not work.keeps or work.captured or work.traced or work.head_grad
     if settled or _all_have_a_gradient(options):
         return work
     # Only here the choice hangs on it. Some losses train tokens without an advantage too; the result is as right.

@@ -1,6 +1,5 @@
 """The public functions of the policy loss: from log-probs, or straight from hidden states."""
 
-import torch
 from torch import Tensor
 
 from bapo_kernels import losses
@@ -11,6 +10,7 @@ from bapo_kernels.checks import (
     check_shape,
     check_tensor,
 )
+from bapo_kernels.compiling import compilable
 from bapo_kernels.controller import BapoBounds, find_bounds
 from bapo_kernels.corrections import Correction
 from bapo_kernels.early import one_pass
@@ -25,7 +25,7 @@ from bapo_kernels.options import PolicyOptions, Recorded
 from bapo_kernels.planning import work_of
 
 
-@torch.compiler.disable
+@compilable
 def policy_loss(
     logprobs: Tensor,  # (B, T) or (N,)
     advantages: Tensor,  # layout, (B,), (B, 1) or (S,)
@@ -129,7 +129,7 @@ def policy_loss(
     return evaluate(batch, logprobs, entropy, topk_logprobs)
 
 
-@torch.compiler.disable
+@compilable
 def linear_policy_loss(
     hidden: Tensor,  # (B, T, D) or (N, D)
     weight: Tensor | tuple[Tensor, ...],  # (V, D)
@@ -243,7 +243,7 @@ def linear_policy_loss(
         return evaluate(batch, *head.statistics(entropy=True, frozen=chosen == "frozen"))
 
 
-@torch.compiler.disable
+@compilable
 def bapo_bounds(
     logprobs: Tensor,
     advantages: Tensor,

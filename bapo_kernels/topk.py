@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import check_floating, check_shape, is_integer, shape_of, values_are_checked
+from bapo_kernels.compiling import require
 from bapo_kernels.layout import Layout
 from bapo_kernels.losses.base import Topk
 
@@ -19,10 +20,10 @@ def check_topk(ids: Tensor, rollout_logprobs: Tensor, active: Tensor, layout: La
     )
     check_floating("rollout_topk_logprobs", rollout_logprobs)
     if values_are_checked(device):
-        if bool(((ids < -1) & active[..., None]).any()):
-            raise ValueError("rollout_topk_ids must hold vocabulary ids, or -1 for padding, got a smaller number")
-        if bool((_repeated(ids) & (ids != -1) & active[..., None]).any()):
-            raise ValueError("rollout_topk_ids must hold each id once per token (-1 is padding), got one twice")
+        ignored = (~active)[..., None]
+        require((ids >= -1) | ignored, ids, "rollout_topk_ids must hold vocabulary ids, or -1 for padding, got {}")
+        once = ~_repeated(ids) | (ids == -1) | ignored
+        require(once, ids, "rollout_topk_ids must hold each id once per token (-1 is padding), got {} twice")
 
 
 def make_topk(logprobs: Tensor, ids: Tensor, rollout_logprobs: Tensor, active: Tensor) -> Topk:

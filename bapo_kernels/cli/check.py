@@ -183,8 +183,8 @@ def _evaluate(case: Case, inputs: dict, dtype: torch.dtype, backend: str) -> dic
     if options.get("memory_budget") == IN_BLOCKS:
         options["memory_budget"] = None if backend == "reference" else _least_budget(given, dtype, backend)
     if case.call is linear_logprobs:
-        out = linear_logprobs(given["hidden"], given["weight"], given["targets"], **options, backend=backend)
-        values = {k: v for k, v in out._asdict().items() if v is not None}
+        stats = linear_logprobs(given["hidden"], given["weight"], given["targets"], **options, backend=backend)
+        values = {k: v for k, v in stats._asdict().items() if v is not None}
         scalar = sum((v * given[f"upstream_{k}"].to(v.dtype)).sum() for k, v in values.items())
     elif case.call is linear_kl:
         sides = given["hidden"], given["weight"], given["rollout_hidden"], given["weight"].detach()
@@ -200,6 +200,7 @@ def _evaluate(case: Case, inputs: dict, dtype: torch.dtype, backend: str) -> dic
             return_tokens=True,
             backend=backend,
         )
+        assert out.tokens is not None
         values, scalar = {"loss": out.loss, "token loss": out.tokens.loss, "coefficient": out.tokens.coef}, out.loss
     learned = [n for n in with_grad if n != "bias" or "bias" in options]
     grads = torch.autograd.grad(scalar, [given[n] for n in learned])

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import check_flag
+from bapo_kernels.compiling import compilable, is_traced, likely
 from bapo_kernels.head import autograd, reference
 from bapo_kernels.head.backends import choose as choose_backend
 from bapo_kernels.head.backends import resolve_budget
 from bapo_kernels.head.chunked import Backend, Needs, Weight
 from bapo_kernels.head.engines import Work, choose
 from bapo_kernels.head.inputs import Problem, head_problem
+from bapo_kernels.head.ops import Call
 
 
 class TokenStatistics(NamedTuple):
@@ -50,9 +52,7 @@ class Head:
         problem = head_problem(hidden, parts, targets, **given)
         chosen = choose_backend(backend, hidden.device, hidden.dtype, parts.dtypes)
         budget = resolve_budget(memory_budget, hidden.device)
-        return cls(
-            problem, chosen, budget, hidden.reshape(problem.layout.numel(), hidden.shape[-1]), parts, given["bias"]
-        )
+        return cls(problem, chosen, budget, hidden.reshape(targets.numel(), hidden.shape[-1]), parts, given["bias"])
 
     @property
     def needs(self) -> Needs:
@@ -65,12 +65,14 @@ class Head:
 
     def work(self, backend: Backend, *, late_because: str | None, entropy_grad: bool) -> Work:
         """What the choice of an engine looks at."""
-        problem, needs, tokens = self.problem, self.needs, self.hidden.shape[0]
-        unmasked = problem.selection.rows / max(tokens, 1)
+        problem, needs, traced = self.problem, self.needs, is_traced(self.hidden)
+        # The engine of a graph that is compiled is the one for the tokens at hand: a guard on it would compile for other numbers anew.
+        tokens = likely(self.hidden.shape[0])
+        unmasked = 1.0 if traced else problem.selection.rows / max(tokens, 1)
         return Work.of(
             backend,
             self.hidden.dtype,
-            [(p.shape[1], p.dtype, trained) for p, trained in zip(self.weight.parts, needs.weight, strict=True)],
+            [(int(p.shape[1]), p.dtype, trained) for p, trained in zip(self.weight.parts, needs.weight, strict=True)],
             problem.dtype,
             tokens=tokens,
             unmasked=unmasked,
@@ -81,7 +83,8 @@ class Head:
             late_because=late_because,
             topk=problem.topk,
             entropy_grad=entropy_grad,
-            captured=problem.selection.mask is not None,
+            captured=problem.selection.mask is not None and not traced,
+            traced=traced,
             budget=self.budget,
         )
 
@@ -89,7 +92,7 @@ class Head:
         if self.backend is None:
             logprobs, h = reference.run(self.problem, entropy, self.hidden, self.weight, self.bias)
         else:
-            call = autograd.Call(self.problem, self.backend, entropy, frozen, self.budget)
+            call = Call(self.problem, self.backend, entropy, frozen, self.budget)
             logprobs, h = autograd.run(call, self.hidden, self.weight, self.bias)
         return self.shaped(logprobs, h)
 
@@ -103,7 +106,7 @@ class Head:
         )
 
 
-@torch.compiler.disable  # the driver's in-place loop: a compiled model calls it between its graphs
+@compilable
 def linear_logprobs(
     hidden: Tensor,  # (..., D)
     weight: Tensor | tuple[Tensor, ...],  # (V, D)

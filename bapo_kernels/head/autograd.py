@@ -1,34 +1,13 @@
-"""The one autograd path of the head: select rows, run the driver, put the results back. Shared by all backends."""
+"""The one autograd path of the head, shared by all backends; ops.py has what it does."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from bapo_kernels.head import chunked, frozen
-from bapo_kernels.head.chunked import (
-    Backend,
-    Coefficients,
-    Gradients,
-    Needs,
-    Rows,
-    Statistics,
-    Weight,
-)
-from bapo_kernels.head.eager import GemmBackend
+from bapo_kernels.head.chunked import Gradients, Needs, Statistics, Weight
 from bapo_kernels.head.inputs import Problem
-from bapo_kernels.head.rows import Selection
-
-
-@dataclass(frozen=True)
-class Call:
-    problem: Problem
-    backend: Backend
-    entropy: bool  # wanted
-    frozen: bool  # the weight needs no gradient, and the gradient of hidden is prepared in the forward
-    budget: int  # bytes
+from bapo_kernels.head.ops import Call, Inputs, gradients, statistics
 
 
 def run(call: Call, hidden: Tensor, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -42,28 +21,6 @@ def refuse_second_derivatives() -> None:
         raise RuntimeError("bapo_kernels has no second derivatives (create_graph=True); bapo_kernels.reference does")
 
 
-def coefficients(
-    padding: Tensor | None, stats: Statistics, g_logprobs: Tensor | None, g_entropy: Tensor | None
-) -> Coefficients:
-    """From the upstream gradients of some rows: of their log-probs at the ids (n, P), where those are not `padding`, and of their entropy
-    (n,)."""
-    if g_logprobs is None:
-        picked = torch.zeros_like(stats.picked)
-    else:
-        picked = g_logprobs.to(stats.max.dtype)
-        if padding is not None:
-            picked = picked.masked_fill(padding, 0.0)
-        # The log-prob of an id outside the vocabulary is NaN, and so is then the gradient.
-        picked = picked.masked_fill(stats.picked.isnan() & (picked != 0), torch.nan)
-    return Coefficients.of(picked, None if g_entropy is None else g_entropy.to(stats.max.dtype).contiguous())
-
-
-def placed(sums: Gradients, rows: Selection, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of hidden (N, D), bias and the parts of the weight, in their dtypes, from those of `rows` of hidden."""
-    d_hidden = None if sums.hidden is None else rows.put(sums.hidden.to(hidden.dtype))
-    return d_hidden, None if sums.bias is None or bias is None else sums.bias.to(bias.dtype), *sums.weight
-
-
 def zeros(ctx, *inputs: Tensor | None) -> Iterator[Tensor | None]:
     """Gradients of 0 for the inputs after the first that want one."""
     for t, need in zip(inputs, ctx.needs_input_grad[1:], strict=True):
@@ -73,56 +30,20 @@ def zeros(ctx, *inputs: Tensor | None) -> Iterator[Tensor | None]:
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, hidden: Tensor, bias: Tensor | None, *parts: Tensor):
-        problem = call.problem
-        selection, score = problem.selection, None  # score: d logprob / d hidden
-        if selection.rows == 0:
-            empty = hidden.new_zeros(0, dtype=problem.dtype)
-            stats = Statistics(empty, empty, empty if call.entropy else None, empty.reshape(problem.ids.shape))
-        else:
-            # The driver may copy the rows once more, so that nothing here holds them.
-            take = partial(Rows, ids=problem.ids, inv_temperature=problem.inv_temperature)
-            given = (Weight(parts), bias, problem.spec, call.entropy, call.budget)
-            if call.frozen:
-                assert isinstance(call.backend, GemmBackend)
-                stats, score = frozen.forward(call.backend, take(selection.take(hidden)), *given)
-            else:
-                stats = chunked.forward(call.backend, take(selection.take(hidden)), *given)
+        stats, score = statistics(call, Inputs(hidden, Weight(parts), bias))
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, bias, score, stats.max, stats.log_sum, stats.entropy, stats.picked, *parts)
-        logprobs = stats.logprobs_or_zero(problem.padding)
-        return selection.put(logprobs), None if stats.entropy is None else selection.put(stats.entropy)
+        logprobs, put = stats.logprobs_or_zero(call.problem.padding), call.problem.selection.put
+        return put(logprobs), None if stats.entropy is None else put(stats.entropy)
 
     @staticmethod
     def backward(ctx, g_logprobs: Tensor | None, g_entropy: Tensor | None):
         refuse_second_derivatives()
-        call: Call = ctx.call
-        problem, counted = call.problem, call.problem.selection
         hidden, bias, score, *saved = ctx.saved_tensors
-        stats, weight = Statistics(*saved[:4]), Weight(tuple(saved[4:]))
+        stats, inputs = Statistics(*saved[:4]), Inputs(hidden, Weight(tuple(saved[4:])), bias)
         needs = Needs(ctx.needs_input_grad[1], ctx.needs_input_grad[3:], ctx.needs_input_grad[2])
-
-        if g_logprobs is not None:
-            g_logprobs = counted.take(g_logprobs)
-        if g_entropy is not None:
-            g_entropy = counted.take(g_entropy)
-        coef = coefficients(problem.padding, stats, g_logprobs, g_entropy)
-        if score is not None and (coef.entropy is None or not bool((coef.entropy != 0).any())):
-            g = coef.probability[:, None]
-            d_hidden = score.masked_fill(g == 0, 0.0).mul_(g)
-            return None, counted.put(d_hidden.to(hidden.dtype)), None, *(None for _ in weight.parts)
-        inner = Selection.of(coef.wanted())
-        if inner.mask is not None:  # rows cannot be compacted: those without a gradient have coefficients of 0
-            inner = Selection(inner.total)
-        outer = counted.then(inner)
-        if outer.rows == 0:
-            return None, *zeros(ctx, hidden, bias, *weight.parts)
-
-        inv_temperature = None if problem.inv_temperature is None else inner.take(problem.inv_temperature)
-        rows = Rows(outer.take(hidden), inner.take(problem.ids), inv_temperature)
-        stats, coef = stats.map(inner.take), coef.map(inner.take)
-        sums = chunked.backward(call.backend, rows, stats, coef, weight, bias, problem.spec, needs, call.budget)
-        return None, *placed(sums, outer, hidden, bias)
+        return None, *gradients(ctx.call, inputs, needs, stats, score, g_logprobs, g_entropy)
 
 
 def attach(

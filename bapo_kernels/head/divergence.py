@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bapo_kernels.checks import check_mask, shape_of
 from bapo_kernels.head import chunked
-from bapo_kernels.head.autograd import placed, refuse_second_derivatives, zeros
+from bapo_kernels.head.autograd import refuse_second_derivatives, zeros
 from bapo_kernels.head.backends import resolve, resolve_budget
 from bapo_kernels.head.chunked import (
     Coefficients,
@@ -29,6 +29,7 @@ from bapo_kernels.head.chunked import (
 )
 from bapo_kernels.head.eager import FLOOR, logit_slope, logits_
 from bapo_kernels.head.inputs import check_head_tensors, inverse_temperature, logit_spec
+from bapo_kernels.head.ops import placed
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
 from bapo_kernels.head.products import LEAST_ROWS, multiplies_narrow, multiply, operand_dtype
 from bapo_kernels.head.rows import Selection

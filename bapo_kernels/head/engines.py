@@ -25,6 +25,7 @@ from bapo_kernels.head.products import gradient_dtype
 ENGINES = ("auto", "recompute", "one-pass", "frozen")
 NEAR = 1.05  # of two engines with so nearly the same passes, the one that holds less
 CAPTURED = "rows are not counted while a CUDA graph is captured"
+TRACED = "rows are not counted while a graph is compiled"
 NOT_KEPT = "its backend does not keep the products of a tile"
 TRAINED = "weight or bias requires a gradient"
 
@@ -61,6 +62,7 @@ class Work:
     topk: bool
     entropy_grad: bool
     captured: bool  # by a CUDA graph: rows cannot be counted
+    traced: bool  # into a graph that is compiled, whose rows are counted when it runs
     tiles: int  # of the backend
     least_rows: int  # in a product with the vocabulary: with fewer, reading the weight takes longer than a pass that is saved
     keeps: bool  # the backend can keep products
@@ -195,6 +197,8 @@ def _refuse_one_pass(work: Work) -> str | None:
         return work.late_because
     if work.captured:
         return CAPTURED
+    if work.traced:
+        return TRACED
     if not work.keeps:
         return NOT_KEPT
     if work.capacity < min(ROW_UNIT, work.counted):

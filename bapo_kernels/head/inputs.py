@@ -19,6 +19,7 @@ from bapo_kernels.checks import (
     shape_of,
     values_are_checked,
 )
+from bapo_kernels.compiling import require
 from bapo_kernels.head.chunked import LogitSpec, Weight
 from bapo_kernels.head.precision import accumulation_dtype
 from bapo_kernels.head.rows import Selection
@@ -74,7 +75,7 @@ def head_problem(
     check_ignore_index(ignore_index)
     spec = logit_spec(weight, logit_scale, softcap, vocab_size)
 
-    rows = layout.numel()
+    rows = targets.numel()
     flat_targets = targets.reshape(rows)
     wanted = flat_targets != ignore_index
     if mask is not None:
@@ -154,9 +155,9 @@ def inverse_temperature(
             allowed = " or ".join(str(tuple(s)) for s in [layout, *per_sequence])
             raise ValueError(f"temperature must be a number or have shape {allowed}, got {shape_of(temperature)}")
         temperature = temperature.reshape(-1, 1).expand(layout)
-    taken = selection.take(temperature.detach().reshape(layout.numel()), fill=1).to(acc)
-    if values_are_checked(device) and not bool((taken > 0).all()):
-        raise ValueError(f"temperature must be > 0 in every active row, got {float(taken.min())}")
+    taken = selection.take(temperature.detach().reshape(-1), fill=1).to(acc)
+    if values_are_checked(device):
+        require(taken > 0, taken, "temperature must be > 0 in every active row, got {}")
     return taken.reciprocal()
 
 
@@ -166,9 +167,5 @@ def _check_ids_dtype(name: str, t: Tensor) -> None:
 
 
 def _check_id_range(name: str, ids: Tensor, vocab_size: int) -> None:
-    if ids.numel() == 0:
-        return
-    low, high = (int(v) for v in torch.aminmax(ids))
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise ValueError(f"{name} must lie in [0, {vocab_size}) in every active row, got {bad}")
+    valid = (ids >= 0) & (ids < vocab_size)
+    require(valid, ids, f"{name} must lie in [0, {vocab_size}) in every active row, got {{}}")

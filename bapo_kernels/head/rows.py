@@ -5,10 +5,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bapo_kernels.compiling import is_traced
+
+
+def is_captured(t: Tensor) -> bool:
+    """Whether work on `t` is captured into a CUDA graph, and its values cannot be looked at."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
 
 @dataclass(frozen=True)
 class Selection:
-    """A choice of rows of (N, ...) tensors: by number (compacted), or, where the host may not learn how many there are, by mask."""
+    """A choice of rows of (N, ...) tensors: by number (compacted), or, where the host cannot learn how many there are, by mask."""
 
     total: int
     index: Tensor | None = None  # (n,) int64, rising
@@ -16,9 +23,10 @@ class Selection:
 
     @classmethod
     def of(cls, wanted: Tensor) -> "Selection":
-        """The rows where `wanted` (N,) bool. Compaction needs their number on the host, which a CUDA graph under capture cannot give."""
+        """The rows where `wanted` (N,) bool. Compaction needs their number on the host, which neither a CUDA graph under capture nor a
+        graph being compiled can give."""
         total = wanted.shape[0]
-        if wanted.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_traced(wanted) or is_captured(wanted):
             return cls(total, mask=wanted)
         index = wanted.nonzero().squeeze(1)
         return cls(total, index=None if index.shape[0] == total else index)

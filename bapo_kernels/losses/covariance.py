@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import is_whole
+from bapo_kernels.compiling import is_traced
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 from bapo_kernels.losses.clip import clipped_surrogate
 
@@ -27,6 +28,17 @@ def _largest(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     rank = torch.empty_like(order)
     rank[order] = torch.arange(order.numel(), device=order.device)
     return (rank.view_as(score) < count) & candidates
+
+
+def _lottery(mask: Tensor, seed: int) -> Tensor:
+    """A random number for each token, the same for a seed. An operator where a graph is compiled: a generator cannot be part of one."""
+    generator = torch.Generator(mask.device).manual_seed(seed)
+    return torch.rand(mask.shape, generator=generator, device=mask.device)
+
+
+@torch.library.custom_op("bapo_kernels::lottery", _lottery, mutates_args=()).register_fake
+def _(mask: Tensor, seed: int) -> Tensor:
+    return mask.new_empty(mask.shape, dtype=torch.get_default_dtype())
 
 
 def _share(fraction: float, mask: Tensor) -> Tensor:
@@ -62,9 +74,8 @@ class ClipCov(Loss):
         term = clipped_surrogate(x, 1.0 - self.clip_low, 1.0 + self.clip_high)
         covariance = _covariance(x)
         candidates = x.mask & (term.clipped == 0) & (covariance > self.cov_low) & (covariance < self.cov_high)
-        generator = torch.Generator(x.mask.device).manual_seed(self.seed)
-        lottery = torch.rand(x.mask.shape, generator=generator, device=x.mask.device)
-        chosen = _largest(lottery, candidates, _share(self.fraction, x.mask))
+        draw = torch.ops.bapo_kernels.lottery if is_traced(x.mask) else _lottery
+        chosen = _largest(draw(x.mask, self.seed), candidates, _share(self.fraction, x.mask))
         return TokenLoss(torch.where(chosen & ~term.loss.isnan(), 0.0, term.loss), term.clipped)
 
 

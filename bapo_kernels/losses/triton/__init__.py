@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bapo_kernels.compiling import is_traced
 from bapo_kernels.head import triton as head
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 
@@ -63,6 +64,8 @@ def find_bounds(loss: "BAPO", x: Tokens) -> "BapoBounds | None":
 def _serves(x: Tokens) -> bool:
     backend, device = _backend.get(), x.logprobs.device
     wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
+    if is_traced(x.logprobs):  # the compiler fuses the rule as it is
+        return False
     return wanted and x.logprobs.dtype == torch.float32 and x.logprobs.numel() > 0 and _available(device)
 
 

@@ -38,7 +38,32 @@ DEFAULT = (
 )
 ENGINES, BACKENDS = ("recompute", "one-pass", "frozen"), ("cpu", "torch", "triton", "reference")
 DESIGNS = ("gemm", "tile")  # of the triton backend: the vendor's GEMM and an epilogue, or both in one kernel
-OURS = "bapo_kernels"  # alone or with an engine, a backend and a design: "bapo_kernels one-pass", "bapo_kernels recompute tile"
+OURS = "bapo_kernels"  # alone or with an engine, a backend, a design, a memory budget: "bapo_kernels recompute tile", "bapo_kernels 8GiB"
+ON_GPU = (
+    OURS,
+    f"{OURS} 8GiB",  # the default budget is for what runs beside a model; this one serves every engine
+    f"{OURS} recompute gemm",
+    f"{OURS} recompute tile",
+    f"{OURS} one-pass",
+    f"{OURS} frozen",
+    "plain",
+    "plain compact",
+    "torch linear_cross_entropy",
+    "liger",
+    "trl",
+    "trl compact",
+    "verl",
+    "verl kernel",
+)
+SCORING_ON_GPU = (
+    OURS,
+    *(f"{OURS} {d}" for d in DESIGNS),
+    "plain",
+    "torch linear_cross_entropy",
+    "trl",
+    "verl",
+    "verl kernel",
+)
 
 
 def get(name: str) -> Contestant:
@@ -58,12 +83,19 @@ def names() -> list[str]:
     return [*LOGPROBS, *(f"{n} compact" for n in LOGPROBS), *LOSSES, OURS, *variants]
 
 
-def options_of(name: str) -> dict[str, str]:
-    """Engine and backend from the name of one of ours."""
-    words = name.split()[1:]
-    if unknown := [w for w in words if w not in ENGINES + BACKENDS + DESIGNS]:
-        raise KeyError(f"{unknown[0]!r} in {name!r} is none of {', '.join(ENGINES + BACKENDS + DESIGNS)}")
-    return {"engine" if w in ENGINES else "backend": w for w in words if w not in DESIGNS}
+def options_of(name: str) -> dict:
+    """Engine, backend and memory budget from the name of one of ours."""
+    options: dict = {}
+    for word in name.split()[1:]:
+        if word in ENGINES:
+            options["engine"] = word
+        elif word in BACKENDS:
+            options["backend"] = word
+        elif word.endswith("GiB"):
+            options["memory_budget"] = int(word.removesuffix("GiB")) * 2**30
+        elif word not in DESIGNS:
+            raise KeyError(f"{word!r} in {name!r} is none of {', '.join(ENGINES + BACKENDS + DESIGNS)}")
+    return options
 
 
 def scorer(name: str) -> Logprobs:

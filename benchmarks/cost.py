@@ -45,22 +45,17 @@ class Chip:
     epilogue: Rate  # seconds for each logit, beside the main loop of a tile
 
     @classmethod
-    def of_results(cls, path: Path) -> "Chip":
+    def of_rows(cls, rows: list[GpuRow]) -> "Chip | None":
         """Rates as `gpu.py` measured them. No measurement says what a tile's main loop does: its share of the GEMM's rate is assumed."""
-        rates = [r for r in report.read(path, GpuRow) if r.section == "rates"]
-        last = of_run(rates) if rates else []
-        gemm, copies = gemm_rate(last), [r.gbs * 1e9 for r in last if r.gbs]
+        rates = [r for r in rows if r.section == "rates"]
+        gemm, copies = gemm_rate(rates), [r.gbs * 1e9 for r in rates if r.gbs]
         if gemm is None or not copies:
-            raise ValueError(f"{path} holds no measured rates: run the section env of benchmarks/gpu.py")
-        known = find(last[-1].card)
+            return None
+        known = find(rates[-1].card)
         share = known.tile.value / known.gemm.value if known else TILE_SHARE
-        return cls(
-            last[-1].card,
-            Rate(gemm, MEASURED),
-            Rate(share * gemm, ASSUMED),
-            Rate(max(copies), MEASURED),
-            known.epilogue if known else Rate(EPILOGUE, ASSUMED),
-        )
+        epilogue = known.epilogue if known else Rate(EPILOGUE, ASSUMED)
+        tile = Rate(share * gemm, ASSUMED)
+        return cls(rates[-1].card, Rate(gemm, MEASURED), tile, Rate(max(copies), MEASURED), epilogue)
 
 
 # H200: the copy is measured; so are 790 TFLOP/s for an 8192^3 GEMM, of which the products of a head reach less (745, implied by a published
@@ -230,10 +225,10 @@ def table(chip: Chip, s: Step, measured: dict[tuple[str, str], float]) -> tuple[
     return head, body
 
 
-def measured_times(path: Path, s: Step) -> dict[tuple[str, str], float]:
-    """Of the last card and commit, this shape, and patterns with these shares."""
+def measured_times(rows: list[GpuRow], s: Step) -> dict[tuple[str, str], float]:
+    """Of this shape, and of patterns with these shares."""
     found: dict[tuple[str, str], float] = {}
-    for row in of_run(report.read(path, GpuRow)):
+    for row in rows:
         if row.section != "timings" or not row.seconds or not row.model or row.shape != (s.tokens, s.hidden, s.vocab):
             continue
         pattern, scored = ALL_PATTERNS[row.pattern], row.pattern == "score"
@@ -261,8 +256,11 @@ def main() -> int:
     if a.results and a.chip:
         parser.error("--chip and --results both name a chip")
     s = Step(a.tokens, a.hidden, a.vocab, a.unmasked, active)
-    chip = Chip.of_results(a.results) if a.results else CHIPS[a.chip or "h200"]
-    head, body = table(chip, s, measured_times(a.results, s) if a.results else {})
+    rows = of_run(report.read(a.results, GpuRow)) if a.results else []
+    chip = Chip.of_rows(rows) if a.results else CHIPS[a.chip or "h200"]
+    if chip is None:
+        parser.error(f"{a.results} holds no measured rates: run the section env of benchmarks/gpu.py")
+    head, body = table(chip, s, measured_times(rows, s))
     print(f"{s.tokens} tokens, hidden size {s.hidden}, vocabulary {s.vocab}, 16 bits; {s.unmasked:.0%} count, ", end="")
     print(f"{s.active:.0%} have a gradient. A prediction, not a measurement.\n")
     print(report.table(head, body) if a.markdown else report.aligned(head, body))

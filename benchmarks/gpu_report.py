@@ -6,7 +6,7 @@ from statistics import harmonic_mean
 
 import report
 from batch import PATTERNS, SCORE, Pattern
-from contestants import OURS
+from contestants import ON_GPU, OURS, SCORING_ON_GPU
 from report import duration, number
 
 ALL_PATTERNS = {**PATTERNS, "busy": Pattern(0.7, 0.49), "score": SCORE}
@@ -121,10 +121,19 @@ def markdown(rows: list[GpuRow]) -> str:
     if any(r.predicted for r in rows):
         parts.append("In brackets the prediction of `benchmarks/cost.py`: arithmetic, not a measurement.")
     parts.append(targets(rows))
-    missing = [r for r in rows if r.result == NOT_RUN]
-    if missing:
-        parts.append("Not run: " + "; ".join(f"{describe(r)} ({r.reason})" for r in missing) + ".")
+    if missing := not_run(rows):
+        parts.append(f"Not run: {'; '.join(missing)}.")
     return "\n\n".join(parts) + "\n"
+
+
+def not_run(rows: list[GpuRow]) -> list[str]:
+    """What was left out, contestants of a pattern together."""
+    missing = [r for r in rows if r.result == NOT_RUN]
+    texts = []
+    for _, group in report.groups(missing, lambda r: (r.section, r.shape, r.pattern, r.reason)):
+        what = describe(group[0]) if len(group) == 1 else f"{describe(group[0], named=False)} {len(group)} contestants"
+        texts.append(f"{what} ({group[0].reason})")
+    return texts
 
 
 def provenance(row: GpuRow) -> str:
@@ -133,18 +142,23 @@ def provenance(row: GpuRow) -> str:
     return f"{row.card}, driver {row.driver or '-'}; {versions}; bapo_kernels {row.commit}."
 
 
-def describe(row: GpuRow) -> str:
+def describe(row: GpuRow, named: bool = True) -> str:
     shape = "x".join(map(str, row.shape)) if row.tokens else ""
-    return " ".join(part for part in (row.section, shape, row.pattern, row.contestant) if part)
+    return " ".join(part for part in (row.section, shape, row.pattern, row.contestant if named else "") if part)
 
 
 def by_pattern(rows: list[GpuRow], title: str, cell: Callable[[GpuRow], str]) -> str:
     patterns = [p for p in ALL_PATTERNS if any(r.pattern == p for r in rows)]
     body = []
-    for contestant, mine in report.groups(rows, lambda r: r.contestant):
+    for contestant, mine in report.groups(in_order(rows), lambda r: r.contestant):
         of = {r.pattern: r for r in mine}
         body.append([report.name_of(contestant), *(cell(of[p]) if p in of else "-" for p in patterns)])
     return report.table([title, *patterns], body)
+
+
+def in_order(rows: list[GpuRow]) -> list[GpuRow]:
+    order = list(dict.fromkeys(ON_GPU + SCORING_ON_GPU + tuple(r.contestant for r in rows)))
+    return sorted(rows, key=lambda r: order.index(r.contestant))
 
 
 def time(row: GpuRow) -> str:

@@ -21,6 +21,8 @@ TITLES = {
     "frozen": "frozen: as full, weight not trained",
     "rl": "rl: 70 % count, 25 % have a gradient",
     "rl-frozen": "rl-frozen: as rl, weight not trained",
+    "busy": "busy: 70 % count, 49 % have a gradient",
+    "score": "score: log-probs, no gradient",
 }
 STYLE = {
     "font.family": "sans-serif",
@@ -49,7 +51,7 @@ def figure(rows: list[Row], path: Path) -> None:
         tall = [height, height, 2.6][: 3 if scaled else 2]
         whole = plt.figure(figsize=(1.7 + 2.6 * max(2, len(patterns)), sum(tall) + 1.0), layout="constrained")
         bands = whole.subfigures(len(tall), 1, height_ratios=tall)
-        bars(bands[0], peers, patterns, names, "ratio", "Time, plain = 1")
+        bars(bands[0], peers, patterns, names, "ratio", "Time, plain = 1", form=".2f")
         bars(bands[1], peers, patterns, names, "extra_mib", "Extra memory, MiB beyond inputs and gradients")
         if scaled:
             scaling(bands[2], scaled)
@@ -67,13 +69,15 @@ def figure(rows: list[Row], path: Path) -> None:
         plt.close(whole)
 
 
-def bars(band, rows: list[Row], patterns: list[str], names: list[str], field: str, title: str) -> None:
+def bars(
+    band, rows: list, patterns: list[str], names: list[str], field: str, title: str, form: str = ",.0f"
+) -> dict[str, Axes]:
     """A panel for each pattern, contestants in the same order in all of them, numbers at the bars."""
     value = {(r.pattern, r.contestant): getattr(r, field) for r in rows}
     reason = {(r.pattern, r.contestant): r.reason for r in rows}
     known = [v for v in value.values() if v is not None]
     if not known:
-        return
+        return {}
     heading(band, title)
     axes = band.subplots(1, len(patterns), sharey=True, squeeze=False)[0]
     for ax, pattern in zip(axes, patterns, strict=True):
@@ -91,10 +95,9 @@ def bars(band, rows: list[Row], patterns: list[str], names: list[str], field: st
                 )
                 continue
             ax.barh(y, v, height=0.72, color=colour(name))
-            label = f"{v:.2f}" if field == "ratio" else f"{v:,.0f}"
             weight = "bold" if name.startswith(OURS) else "normal"
             behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-            ax.text(v + 0.02 * max(known), y, label, va="center", fontsize=8, fontweight=weight, bbox=behind)
+            ax.text(v + 0.02 * max(known), y, format(v, form), va="center", fontsize=8, fontweight=weight, bbox=behind)
         if field == "ratio":
             ax.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
         ax.set_title(TITLES[pattern])
@@ -106,6 +109,7 @@ def bars(band, rows: list[Row], patterns: list[str], names: list[str], field: st
     axes[0].invert_yaxis()
     for label in axes[0].get_yticklabels():
         label.set_fontweight("bold" if label.get_text().startswith(OURS) else "normal")
+    return dict(zip(patterns, axes, strict=True))
 
 
 def heading(band, text: str) -> None:

@@ -3,12 +3,17 @@
 import csv
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from bapo_kernels.cli import bench, main
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 HERE = ("plain", "checkpointed chunks", "torch linear_cross_entropy", "bapo_kernels", "bapo_kernels recompute")
@@ -61,7 +66,7 @@ def test_run_leaves_csv_tables_and_figure(tmp_path):
 def batch(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module("batch")
-    for module in ("batch", "contestants"):
+    for module in [n for n, m in sys.modules.items() if str(FOLDER) in (getattr(m, "__file__", None) or "")]:
         sys.modules.pop(module, None)
 
 
@@ -101,3 +106,203 @@ def test_error_sees_a_scaled_and_a_missing_gradient(batch):
     assert answer.error(loss + 0.1, b) > 0.1
     b.hidden.grad *= 0.7
     assert answer.error(loss, b) == pytest.approx(0.3, rel=1e-3)
+
+
+# The run on a GPU machine, dry: the same code on this machine's CPU, with tiny shapes
+
+OURS = ("", " 8GiB", " recompute tile", " one-pass", " frozen", " gemm")
+SOME = ",".join([*(f"bapo_kernels{x}" for x in OURS), "plain", "torch linear_cross_entropy"])
+
+
+def gpu(out: Path, *arguments: str, code: int = 0, path: str = "", driver: str = "") -> str:
+    script = ["-c", driver] if driver else [str(FOLDER / "gpu.py")]
+    command = [sys.executable, *script, "--device", "cpu", "--quick", "--sizes", "48x32x2000", "--out", str(out)]
+    environment = {**os.environ, "PATH": os.pathsep.join(filter(None, [path, os.environ["PATH"]]))}
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_dry_run_goes_through_every_section_and_a_second_one_measures_nothing(tmp_path):
+    out = tmp_path / "dry.csv"
+    told = gpu(out, "--contestants", SOME, "--autotune")
+    assert "FAILED" not in told and "not run" not in told
+    found = rows(out)
+    assert {r["section"] for r in found} == {
+        *("env", "rates", "tests", "sanitizer", "check", "agreement", "timings", "autotune", "full")
+    }
+    assert all(r["card"].startswith("cpu") and r["commit"] and r["torch"] for r in found)
+    timed = {(r["pattern"], r["contestant"]): r for r in found if r["section"] == "timings"}
+    assert {p for p, _ in timed} == {"full", "rl", "frozen", "score", "busy"}
+    assert ("frozen", "bapo_kernels frozen") in timed and ("full", "bapo_kernels frozen") not in timed
+    for (pattern, name), row in timed.items():
+        assert row["result"] == "done", row
+        assert float(row["seconds"]) > 0 and float(row["tflops"]) > 0 and float(row["gemm_share"]) > 0
+        assert bool(row["predicted"]) == (not name.startswith("torch"))
+        assert (row["engine"] != "") == (name.startswith("bapo_kernels") and pattern != "score")
+    for row in found:
+        if row["section"] == "agreement" and row["result"] == "done":
+            assert 0 < float(row["error"]) < 3e-2
+    assert all(r["result"] == "not present" for r in found if r["section"] == "sanitizer")
+    text = out.with_suffix(".md").read_text()
+    assert "| **bapo_kernels one-pass** |" in text and "not a measurement" in text
+    assert text.count("| not measured |") == 10  # the targets are an H200's
+    if importlib.util.find_spec("matplotlib"):
+        assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "dry-predicted.png").exists()
+
+    before = out.read_text()
+    told = gpu(out, "--contestants", SOME, "--section", "env,tests,check,timings,report")
+    assert "already" in told
+    assert out.read_text() == before
+
+
+def test_what_does_not_fit_into_the_budget_is_said_and_run_the_next_time(tmp_path):
+    out = tmp_path / "dry.csv"
+    sections = ("--contestants", "bapo_kernels,plain", "--section", "tests,check,timings")
+    told = gpu(out, *sections, "--budget", "1")
+    assert {r["result"] for r in rows(out)} == {"not run"} and len(rows(out)) == 3
+    for what in ("not run: tests pytest", "not run: check bapo-kernels check", "not run: timings all contestants"):
+        assert what in told
+    gpu(out, *sections[:2], "--section", "timings")
+    of = {r["section"]: r["result"] for r in rows(out)}
+    assert of == {"tests": "not run", "check": "not run", "timings": "done"}
+
+
+def test_a_contestant_that_takes_its_process_down_costs_only_itself(tmp_path):
+    out = tmp_path / "dry.csv"
+    killer = f"""
+import os, runpy, sys
+sys.path.insert(0, {str(FOLDER)!r})
+import timings
+run = timings.Entry.run
+timings.Entry.run = lambda e: os._exit(7) if e.name == "bapo_kernels one-pass" else run(e)
+sys.exit(timings.main())
+"""
+    command = ["--sizes", "48x32x2000", "--device", "cpu", "--patterns", "full", "--repeats", "1", "--out", str(out)]
+    command += ["--contestants", "bapo_kernels,bapo_kernels one-pass,plain", "--commit", "abc"]
+    died = subprocess.run([sys.executable, "-c", killer, *command])
+    assert died.returncode == 7
+    assert [(r["contestant"], r["result"]) for r in rows(out)][-1] == ("bapo_kernels one-pass", "failed")
+    assert subprocess.run([sys.executable, "-c", killer, *command]).returncode == 0
+    of = {r["contestant"]: r for r in rows(out)}
+    assert {n: r["result"] for n, r in of.items()} == {
+        "bapo_kernels one-pass": "failed",
+        "bapo_kernels": "done",
+        "plain": "done",
+    }
+    assert "died" in of["bapo_kernels one-pass"]["reason"]
+
+
+@pytest.mark.parametrize("verdict", ["clean", "error"])
+def test_sanitizer_is_run_where_it_is_installed(tmp_path, verdict):
+    tool = tmp_path / "bin" / "compute-sanitizer"
+    tool.parent.mkdir()
+    ends = 'exec "$@"' if verdict == "clean" else 'echo "========= Invalid __global__ read"; exit 9'
+    tool.write_text(f"#!/bin/sh\necho $1 $2 $3 $4\nshift 4\n{ends}\n")
+    tool.chmod(0o755)
+    out = tmp_path / "dry.csv"
+    gpu(out, "--section", "sanitizer", code=verdict == "error", path=str(tool.parent))
+    assert [r["result"] for r in rows(out)] == ["done" if verdict == "clean" else "failed"] * 2
+    log = (tmp_path / "dry-memcheck.log").read_text()
+    assert log.startswith("--tool memcheck --error-exitcode 9")
+    if verdict == "clean":
+        assert "bapo_kernels one-pass tile" in log
+    else:
+        assert "Invalid __global__ read" in rows(out)[0]["reason"]
+
+
+def test_meter_reads_events_and_the_allocator(batch, monkeypatch):
+    """With a device that only counts: what is before the call, the gradients left by it, and the cold cache do not count."""
+    device = importlib.import_module("device")
+    clock, memory, log = [0.0], {"now": 1000, "peak": 5000}, []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = clock[0]
+
+        def synchronize(self):
+            log.append("waited")
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    fakes = {
+        "Event": Event,
+        "synchronize": lambda: log.append("synchronized"),
+        "reset_peak_memory_stats": lambda: memory.update(peak=memory["now"]),
+        "memory_allocated": lambda: memory["now"],
+        "max_memory_allocated": lambda: memory["peak"],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    meter = device.Meter(torch.device("cpu"))
+    meter.cuda = True
+    meter.cold = SimpleNamespace(zero_=lambda: clock.__setitem__(0, clock[0] + 100.0))
+
+    def call():
+        clock[0] += 3.0
+        memory.update(now=1400, peak=2500)
+
+    assert meter.seconds(call) == 3e-3
+    memory["now"] = 1000
+    assert meter.extra_bytes(call, lambda: 400) == 2500 - 1000 - 400
+    assert log == ["waited", "synchronized", "synchronized"]
+
+
+def test_facts_of_a_card(batch, monkeypatch, tmp_path):
+    device = importlib.import_module("device")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 570.1, 1980 MHz, 1980 MHz, 3201 MHz, 700.00 W, 41'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    found = device.facts(torch.device("cuda"), "abc")
+    assert (found["card"], found["driver"], found["commit"]) == ("NVIDIA H200", "570.1", "abc")
+    properties = SimpleNamespace(total_memory=139 * 2**30, major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    module = importlib.import_module("gpu")
+    text = module.described(torch.device("cuda"))
+    assert "132 multiprocessors, 139 GiB, clocks.sm 1980 MHz" in text
+    assert module.slug("NVIDIA H200", SimpleNamespace(device="cuda")) == "h200"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert device.smi() == {}
+
+
+def test_targets_stand_beside_what_an_h200_did_and_nobody_else(batch):
+    report = importlib.import_module("gpu_report")
+    row = report.GpuRow(
+        "timings", "bapo_kernels recompute gemm", "full", 8192, 4096, 151936, "bfloat16", seconds=0.0605
+    )
+    slow = replace(row, contestant="bapo_kernels recompute tile", seconds=0.0705)
+    late = replace(row, contestant="bapo_kernels one-pass", seconds=0.0501)
+    mine = [replace(r, card="NVIDIA H200") for r in (row, slow, late)]
+    lines = report.targets(mine).splitlines()
+    assert "| forward and backward, recompute | 4096 | 62 ms (good: 58) | 60.5 ms | reached |" in lines
+    assert "| separable loss, one pass | 4096 | 49 ms (good: 46) | 50.1 ms | missed |" in lines
+    assert "60.5" not in report.targets([replace(r, card="NVIDIA H100") for r in mine])
+
+
+@pytest.mark.parametrize(("flag", "script"), [([], "run.py"), (["--gpu"], "gpu.py")])
+def test_bench_hands_its_arguments_on(monkeypatch, flag, script):
+    calls = []
+    monkeypatch.setattr(bench.subprocess, "run", lambda c: calls.append(c) or SimpleNamespace(returncode=3))
+    assert main(["bench", "--section", "a,b", *flag, "--quick"]) == 3
+    assert calls == [[sys.executable, str(FOLDER / script), "--section", "a,b", "--quick"]]
+
+
+def test_bench_says_what_it_needs_where_there_is_no_source_tree(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "FOLDER", tmp_path / "benchmarks")
+    assert main(["bench", "--gpu"]) == 2
+    assert "checkout" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_the_run_says_how_to_try_it():
+    done = subprocess.run([sys.executable, "-m", "bapo_kernels", "bench", "--gpu"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--device cpu --quick" in done.stderr

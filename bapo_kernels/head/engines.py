@@ -64,7 +64,7 @@ class Work:
     captured: bool  # by a CUDA graph: rows cannot be counted
     traced: bool  # into a graph that is compiled, whose rows are counted when it runs
     tiles: int  # of the backend
-    least_rows: int  # in a product with the vocabulary: with fewer, reading the weight takes longer than a pass that is saved
+    least_rows: int  # in a product with the vocabulary; with fewer, reading the weight takes more than a saved pass
     keeps: bool  # the backend can keep products
     budget: int
 

@@ -105,7 +105,7 @@ def markdown(rows: list[GpuRow]) -> str:
     runs = [
         [r.section, r.contestant, r.result, duration(r.seconds), r.reason]
         for r in rows
-        if r.section in ("env", "tests", "sanitizer", "check")
+        if r.section in ("env", "tests", "sanitizer", "check", "full") or r.contestant.startswith("configuration")
     ]
     if runs:
         parts.append(report.table(["section", "what", "result", "took", ""], runs))
@@ -113,7 +113,7 @@ def markdown(rows: list[GpuRow]) -> str:
     if errors:
         parts.append(by_pattern(errors, "error against fp64", lambda r: number(r.error, ".1e")))
     for section in ("timings", "autotune"):
-        mine = [r for r in rows if r.section == section]
+        mine = [r for r in rows if r.section == section and r.pattern]
         for (tokens, hidden, vocab), group in report.groups(mine, lambda r: r.shape):
             title = f"{section}: {tokens:,} tokens, hidden size {hidden:,}, vocabulary {vocab:,}, {group[0].dtype}"
             parts.append(by_pattern(group, title, time))

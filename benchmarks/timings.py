@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -101,6 +101,8 @@ class Entry:
         return f"log-probs, {design}" if self.scored else f"{self.engine}, {design}"
 
     def predicted(self, chip: cost.Chip | None) -> float | None:
+        if self.batch.hidden.itemsize != 2:  # which the cost model is for
+            return None
         p = self.batch.pattern
         s = cost.Step(*astuple(self.batch.size), p.counted, p.counted if self.scored else p.with_gradient, p.frozen)
         path = dict(cost.scoring(s) if self.scored else cost.paths(s)).get(self.model)
@@ -227,6 +229,14 @@ class Race:
         report.save(self.a.out, rows)
 
 
+def configurations() -> Iterator[dict]:
+    """What the search took, where there was one."""
+    tuning = sys.modules.get("bapo_kernels.head.triton.tuning")
+    for (kernel, _, dtype, vocab, hidden, _), config in getattr(tuning, "found", {}).items():
+        found = {"contestant": f"configuration of {kernel}", "hidden": hidden, "vocab": vocab, "reason": str(config)}
+        yield found | {"dtype": str(dtype).removeprefix("torch.")}
+
+
 def needed_bytes(batch: Batch, scored: bool) -> int:
     """Hidden states and weight read once, their gradients written once."""
     trained = 0 if scored else batch.hidden.nbytes + (0 if batch.pattern.frozen else batch.weight.nbytes)
@@ -258,6 +268,8 @@ def main() -> int:
         for pattern in a.patterns.split(","):
             race = Race(a, Size(*map(int, size.split("x"))), pattern, known, deadline)
             logprobs = race.run(logprobs)
+    if a.section == "autotune":
+        report.save(a.out, [GpuRow("autotune", **found, **known) for found in configurations()])
     return 0
 
 

@@ -145,6 +145,8 @@ def test_dry_run_goes_through_every_section_and_a_second_one_measures_nothing(tm
         if row["section"] == "agreement" and row["result"] == "done":
             assert 0 < float(row["error"]) < 3e-2
     assert all(r["result"] == "not present" for r in found if r["section"] == "sanitizer")
+    tests = next(r for r in found if r["section"] == "tests")
+    assert " skipped" in tests["reason"] and "failed" not in tests["reason"]
     text = out.with_suffix(".md").read_text()
     assert "| **bapo_kernels one-pass** |" in text and "not a measurement" in text
     assert text.count("| not measured |") == 10  # the targets are an H200's

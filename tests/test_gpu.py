@@ -366,10 +366,7 @@ def test_compiled_equals_eager(place, fullgraph):
     found = []
     for function in (step, torch.compile(step, backend="aot_eager", fullgraph=fullgraph)):
         leaves = [args[name].detach().clone().requires_grad_() for name in ("hidden", "weight")]
-        try:
-            loss = function(*leaves)
-        except torch._dynamo.exc.Unsupported as e:
-            pytest.xfail(f"a compiled model calls the head between its graphs: {str(e).splitlines()[0]}")
+        loss = function(*leaves)
         loss.backward()
         found.append([loss.detach(), *(t.grad for t in leaves)])
     for a, b in zip(*found, strict=True):
@@ -419,7 +416,7 @@ def test_offsets_of_more_than_31_bits_in_a_tile(place):
     """Rows times the width of a slice, in one block. A row's bits do not depend on how many stand beside it."""
     n, d, v, last = (2**19 + 1040, 16, 4096, 48) if place.device == "cuda" else (544, 16, 4096, 48)
     if place.device == "cuda":
-        needs_memory(4 * 4 * n * v)
+        needs_memory(6 * 4 * n * v)
     g = torch.Generator(place.device).manual_seed(0)
     hidden = torch.randn(n, d, generator=g, device=place.device).bfloat16()
     weight = torch.randn(v, d, generator=g, device=place.device).bfloat16()

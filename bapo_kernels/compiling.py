@@ -35,13 +35,19 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
 
     @torch._dynamo.nonstrict_trace
     def node(*args, **kwargs):
+        if "dp_group" in kwargs:
+            kwargs["dp_group"] = group_named(kwargs["dp_group"])
         return _plain(outside(*args, **kwargs))
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.compiler.is_dynamo_compiling():
             return outside(*args, **kwargs)
-        given = {name: value for name, value in kwargs.items() if value is not None or name not in optional}
+        given: dict[str, Any] = {
+            name: value for name, value in kwargs.items() if value is not None or name not in optional
+        }
+        if "dp_group" in given:  # nor has it room for a group
+            given["dp_group"] = given["dp_group"].group_name
         return _named(node(*args, **given), returned)
 
     return call
@@ -83,6 +89,10 @@ def as_node(cls: type, flatten: Callable, unflatten: Callable) -> None:
     """Lets a class be an argument of a node: `flatten` gives its values and a constant, and `unflatten` takes them."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     register_pytree_node(cls, flatten, unflatten, serialized_type_name=name)
+
+
+def group_named(name: Any):
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
 def likely(size: int) -> int:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from bapo_kernels.compiling import group_named, is_traced
+
 if TYPE_CHECKING:
     from bapo_kernels.losses.bapo import BAPO
     from bapo_kernels.losses.base import Tokens
@@ -52,8 +54,7 @@ def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
         s_plus = torch.where(active & ~(advantage <= 0), weight, 0.0) @ positive
         s_minus = torch.where(active & ~(advantage >= 0), weight, 0.0) @ negative
         if x.dp_group is not None:
-            sums = torch.cat([s_plus, s_minus])
-            torch.distributed.all_reduce(sums, group=x.dp_group)
+            sums = _over_ranks(torch.cat([s_plus, s_minus]), x.dp_group)
             s_plus, s_minus = sums.split([high.numel(), low.numel()])
 
         uppers, lowers = torch.stack([high, s_plus]), torch.stack([low, s_minus])
@@ -71,6 +72,21 @@ def find_bounds(loss: "BAPO", x: "Tokens") -> BapoBounds:
             torch.cat([uppers, lowers, contribution[None]])[:, at].squeeze(1).unbind()
         )
         return BapoBounds(c_low, c_high, contribution, positive, negative)
+
+
+def _over_ranks(sums: Tensor, group) -> Tensor:
+    if is_traced(sums):
+        return torch.ops.bapo_kernels.sum_over_ranks(sums, group.group_name)
+    torch.distributed.all_reduce(sums, group=group)
+    return sums
+
+
+@torch.library.custom_op("bapo_kernels::sum_over_ranks", mutates_args=())
+def _sum_over_ranks(sums: Tensor, group: str) -> Tensor:
+    return _over_ranks(sums.clone(), group_named(group))
+
+
+_sum_over_ranks.register_fake(lambda sums, group: torch.empty_like(sums))
 
 
 def _path(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

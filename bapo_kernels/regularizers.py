@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import is_number
+from bapo_kernels.compiling import group_named, is_traced
 from bapo_kernels.losses.base import Tokens, bounded_log_ratio
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
@@ -34,17 +35,31 @@ def keep_highest_entropy(x: Tokens, policy: Tensor, entropy: Tensor, fraction: f
     """The policy term, 0 but for the ceil(fraction * n) active tokens of highest entropy, ties at the threshold kept (Wang et al.
     2025, the 80/20 rule, arXiv 2506.01939); over the global batch with x.dp_group. NaN is not dropped, of term or entropy."""
     entropy = entropy.detach()
-    values = torch.where(x.mask, entropy, -torch.inf).flatten()
-    if x.dp_group is not None:
-        values = _gather(values, x.dp_group)
+    threshold = _threshold(torch.where(x.mask, entropy, -torch.inf).flatten(), fraction, x.dp_group)
+    kept = torch.where(x.mask & ((entropy >= threshold) | policy.isnan() | entropy.isnan()), policy, 0.0)
+    return kept * torch.where(entropy.isnan(), torch.nan, 1.0)  # a product, so that the gradient is NaN as well
+
+
+def _threshold(values: Tensor, fraction: float, group) -> Tensor:
+    """0-d: the least of the ceil(fraction * n) highest of n values; -inf is none."""
+    if group is not None and is_traced(values):
+        return torch.ops.bapo_kernels.threshold_over_ranks(values, fraction, group.group_name)
+    if group is not None:
+        values = _gather(values, group)
     if values.numel() == 0:
-        return policy
+        return values.new_full((), -torch.inf)
     count = (values > -torch.inf).sum()
     # A hair less, so that 0.28 * 25 = 7.000000000000001 keeps seven.
     keep = torch.ceil(count.double() * fraction - 1e-9).long().clamp(min=1)
-    threshold = values.sort(descending=True).values.gather(0, (keep - 1)[None])[0]
-    kept = torch.where(x.mask & ((entropy >= threshold) | policy.isnan() | entropy.isnan()), policy, 0.0)
-    return kept * torch.where(entropy.isnan(), torch.nan, 1.0)  # a product, so that the gradient is NaN as well
+    return values.sort(descending=True).values.gather(0, (keep - 1)[None])[0]
+
+
+@torch.library.custom_op("bapo_kernels::threshold_over_ranks", mutates_args=())
+def _threshold_over_ranks(values: Tensor, fraction: float, group: str) -> Tensor:
+    return _threshold(values, fraction, group_named(group))
+
+
+_threshold_over_ranks.register_fake(lambda values, fraction, group: values.new_empty(()))
 
 
 def _gather(values: Tensor, group) -> Tensor:

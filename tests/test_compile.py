@@ -222,6 +222,26 @@ def test_coefficient_on_a_schedule():
     assert counter.frame_count == 1
 
 
+def test_sums_over_ranks(monkeypatch, tmp_path):
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'rank'}", rank=0, world_size=1)
+    # As if there were three ranks with the same batch.
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, *_, group: t.mul_(3 if t.is_floating_point() else 1))
+    group = torch.distributed.group.WORLD
+
+    def loss(logprobs, advantages, entropy):
+        return bk.policy_loss(logprobs, advantages, entropy=entropy, top_entropy=0.4, dp_group=group)
+
+    function, counter = compiled(loss)
+    for n in LENGTHS:
+        batch = (-normal(n).abs(), normal(n, seed=1), normal(n, seed=2).abs())
+        got, want = function(*batch), loss(*batch)
+        same([got.loss, *got.metrics.values()], [want.loss, *want.metrics.values()])
+        alone = bk.policy_loss(*batch[:2]).metrics
+        same([got.metrics["positive"]], [3 * alone["positive"]])
+    torch.distributed.destroy_process_group()
+    assert counter.frame_count <= 2
+
+
 # What is wrong, in which argument, at which place, and what is said.
 SPOILED = (
     ("mask", 2, 0.5, "mask must hold 0 or 1 only, got 0.5"),

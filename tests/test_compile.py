@@ -224,8 +224,13 @@ def test_coefficient_on_a_schedule():
 
 def test_sums_over_ranks(monkeypatch, tmp_path):
     torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'rank'}", rank=0, world_size=1)
-    # As if there were three ranks with the same batch.
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, *_, group: t.mul_(3 if t.is_floating_point() else 1))
+
+    def of_three_ranks(t, *_, group):
+        """As if each had the same batch."""
+        assert type(t) is torch.Tensor  # when the graph is run, not when it is traced
+        return t.mul_(3 if t.is_floating_point() else 1)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", of_three_ranks)
     group = torch.distributed.group.WORLD
 
     def loss(logprobs, advantages, entropy):

@@ -157,8 +157,9 @@ def by_pattern(rows: list[GpuRow], title: str, cell: Callable[[GpuRow], str]) ->
 
 
 def in_order(rows: list[GpuRow]) -> list[GpuRow]:
+    """Ours before the others."""
     order = list(dict.fromkeys(ON_GPU + SCORING_ON_GPU + tuple(r.contestant for r in rows)))
-    return sorted(rows, key=lambda r: order.index(r.contestant))
+    return sorted(rows, key=lambda r: (not r.contestant.startswith(OURS), order.index(r.contestant)))
 
 
 def time(row: GpuRow) -> str:

@@ -106,7 +106,7 @@ def bars(
         ax.set_xticks([])
         ax.tick_params(axis="y", length=0)
         ax.set_yticks(range(len(names)), names)
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(len(names) - 0.5, -0.5)
     for label in axes[0].get_yticklabels():
         label.set_fontweight("bold" if label.get_text().startswith(OURS) else "normal")
     return dict(zip(patterns, axes, strict=True))

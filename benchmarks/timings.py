@@ -189,6 +189,7 @@ class Race:
             if answer is not None:
                 entry.error = answer.error(loss, entry.batch)
             del loss
+            entry.batch.clear()  # gradients of the first call would hide as much of the second one's memory
             entry.extra = self.meter.extra_bytes(entry.run, entry.gradients)
             row.result, row.reason = NOT_RUN, "its process died before its turns"
             report.save(self.a.out, [row])

@@ -256,6 +256,28 @@ def test_meter_reads_events_and_the_allocator(batch, monkeypatch):
     assert log == ["waited", "synchronized", "synchronized"]
 
 
+def test_memory_is_counted_from_inputs_without_gradients(batch, tmp_path):
+    timings = importlib.import_module("timings")
+    a = SimpleNamespace(
+        out=tmp_path / "x.csv", device="cpu", section="timings", dtype="bfloat16", repeats=1, again=False
+    )
+    a.contestants = ["bapo_kernels", "plain"]
+    race = timings.Race(a, batch.Size(40, 32, 500), "full", {"card": "cpu", "commit": "x"}, float("inf"))
+    held = []
+
+    def extra_bytes(call, gradients):
+        held.append(gradients())
+        call()
+        held.append(gradients())
+        return 2**20
+
+    race.meter.extra_bytes = extra_bytes
+    race.run(None)
+    trained = 2 * (40 + 500) * 32
+    assert held == [0, trained] * 2
+    assert {r["contestant"]: r["extra_mib"] for r in rows(a.out)} == {"bapo_kernels": "1", "plain": "1"}
+
+
 def test_facts_of_a_card(batch, monkeypatch, tmp_path):
     device = importlib.import_module("device")
     tool = tmp_path / "nvidia-smi"

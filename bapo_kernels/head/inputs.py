@@ -87,7 +87,8 @@ def head_problem(
         ids = torch.cat([ids, selection.take(topk_ids.reshape(rows, topk_ids.shape[-1])).to(torch.int64)], dim=1)
     if values_are_checked(device):
         _check_id_range("targets", ids[:, :1], spec.vocab_size)
-        _check_id_range("topk_ids", ids[:, 1:].masked_fill(ids[:, 1:] == -1, 0), spec.vocab_size)
+        if topk_ids is not None:
+            _check_id_range("topk_ids", ids[:, 1:].masked_fill(ids[:, 1:] == -1, 0), spec.vocab_size)
     acc = accumulation_dtype(hidden, *weight.parts, bias)
     inv_temperature = inverse_temperature(temperature, layout, selection, acc, device)
     return Problem(layout, selection, ids.contiguous(), topk_ids is not None, inv_temperature, spec, acc)

@@ -28,19 +28,18 @@ def dlogits_rows(
     stride_in,
     stride_gn,
     stride_on,
-    EVEN_W: tl.constexpr,
     BN: tl.constexpr,
     BV: tl.constexpr,
 ):
     blocks = tl.cdiv(w, BV)
     o_n = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
     o_v = tl.program_id(0) % blocks * BV + tl.arange(0, BV)
-    m_v = None if EVEN_W else o_v < w
-    m_out = (o_n < n)[:, None] if EVEN_W else (o_n < n)[:, None] & m_v[None, :]
+    m_v = (o_v < w)[None, :]
+    m_out = (o_n < n)[:, None] & m_v
     row = tl.minimum(o_n, n - 1).to(tl.int64)
 
     b_z = tl.load(z + row[:, None] * stride_zn + o_v[None, :], m_out)
-    b_bias = None if bias is None else tl.load(bias + o_v, m_v)[None, :]
+    b_bias = None if bias is None else tl.load(bias + o_v[None, :], m_v)
     b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
     x, t = logits(b_z, b_bias, b_inv_t, scale, softcap)
 

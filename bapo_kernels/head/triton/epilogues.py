@@ -32,7 +32,6 @@ class TritonEpilogues:
                 *(state.max, state.sum, state.spread, state.picked),
                 *(n, w, ids.shape[1], part.first, *scalars(spec, z.dtype)),
                 *(z.stride(0), *ids.stride(), *state.picked.stride()),
-                EVEN_W=w % config.blocks["BV"] == 0,
                 **config.options,
             )
 
@@ -53,7 +52,6 @@ class TritonEpilogues:
                 *(vector(coef.probability), vector(coef.entropy), None if targets is None else coef.picked),
                 *(first_out, n, w, part.first, *scalars(spec, z.dtype)),
                 *(z.stride(0), ids.stride(0), coef.picked.stride(0), first_out.stride(0)),
-                EVEN_W=w % config.blocks["BV"] == 0,
                 **config.options,
             )
         if ids.shape[1] > 1:

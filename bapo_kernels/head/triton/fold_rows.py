@@ -27,7 +27,6 @@ def fold_rows(
     stride_ip,
     stride_pn,
     stride_pp,
-    EVEN_W: tl.constexpr,
     BN: tl.constexpr,
     BV: tl.constexpr,
     BP: tl.constexpr,  # ids at a time
@@ -43,12 +42,10 @@ def fold_rows(
     u = s if spread is None else tl.load(spread + row)
     for v in range(0, w, BV):
         o_v = v + tl.arange(0, BV)
-        m_v = None if EVEN_W else o_v < w
-        b_bias = None if bias is None else tl.load(bias + o_v, m_v)[None, :]
-        x, _ = logits(tl.load(p_z + o_v[None, :], None if EVEN_W else m_v[None, :]), b_bias, b_inv_t, scale, softcap)
-        if not EVEN_W:
-            x = tl.where(m_v[None, :], x, FLOOR)
-        b_m, b_s, b_u = statistics(x)
+        m_v = (o_v < w)[None, :]
+        b_bias = None if bias is None else tl.load(bias + o_v[None, :], m_v)
+        x, _ = logits(tl.load(p_z + o_v[None, :], m_v), b_bias, b_inv_t, scale, softcap)
+        b_m, b_s, b_u = statistics(tl.where(m_v, x, FLOOR))
         new = tl.maximum(m, b_m)
         reference = tl.where(new == float("-inf"), 0.0, new)
         old_shift = at_least_floor(m - reference)

@@ -106,7 +106,7 @@ TILE = {
     "fp64": "| all",
 }
 ROWS = {
-    "bf16": f"plain all | {SOME} all+even untargeted",
+    "bf16": f"plain all | {SOME} all+even all+odd untargeted",
     "fp32": "| plain all",
     "fp64": "| all",
 }
@@ -124,6 +124,7 @@ MATRIX = {
     "bapo_pick": {"fp32": "share share+low-first | signed ratio ratio+low-first defaults tensors"},
 }
 TILES = ("fold_tile", "dlogits_tile")
+EPILOGUES = ("fold_rows", "dlogits_rows")
 KEEPS_NAN = ("fold_tile", "fold_rows", "merge_partials", "token_losses")
 FEATURES = ("bias", "scale", "softcap", "temperature", "entropy", "ids")
 MMA = {"mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma"}
@@ -165,6 +166,8 @@ def problems(case: Case, facts: Facts) -> Iterator[str]:
             yield f"loads are not asynchronous: no {copies}"
         if case.target == "sm_90" and "async dot" not in facts.found:
             yield "a product is waited for before the next one starts"
+    if case.kernel in EPILOGUES and "odd" not in features and "16 bytes" not in facts.found:
+        yield "products are not loaded 16 bytes at a time"
     if case.target != "gfx942" and case.dtype != "fp64":
         if case.kernel in KEEPS_NAN and "max.NaN" not in facts.found:
             yield "a maximum would hide a NaN (the interpreter cannot show that)"
@@ -183,8 +186,8 @@ def call_head(case: Case) -> None:
         features.update(FEATURES)
     if case.kernel in ("gather_logits", "scatter_grad"):
         features.add("ids")
-    n, w = 256, 8192 if "even" in features else 4080
-    width = next((size for name, size in {"ragged": 500, "by8": 504, "tail": 528}.items() if name in features), 512)
+    n, w = 256, 8192 if "even" in features else 4075 if "odd" in features else 4080
+    width = 500 if "ragged" in features else 504 if "by8" in features else 528 if "tail" in features else 512
     operand = DTYPES[case.dtype]
     hidden, weight = torch.empty(n, width, dtype=operand), torch.empty(w, width, dtype=operand)
     if "strided" in features:
@@ -201,7 +204,7 @@ def call_head(case: Case) -> None:
     state = State.start(rows.ids, "entropy" in features, acc)
     coef = Coefficients.of(torch.zeros(rows.ids.shape, dtype=acc), vector("entropy"))
     tile = torch.empty(n, w, dtype=acc)
-    if case.kernel.endswith("_rows"):
+    if case.kernel in EPILOGUES:
         epilogues, out = TritonEpilogues(), torch.empty_like(tile, dtype=gradient_dtype(operand, acc))
         epilogues.fold(tile, rows, part, spec, state)
         epilogues.dlogits(tile, rows, part, spec, state.statistics(), coef, out)
@@ -246,8 +249,7 @@ def call_bounds(case: Case) -> None:
 
 
 CALLS: dict[str, Callable[[Case], None]] = {
-    **dict.fromkeys(("fold_tile", "dlogits_tile", "merge_partials", "gather_logits", "scatter_grad"), call_head),
-    **dict.fromkeys(("fold_rows", "dlogits_rows"), call_head),
+    **dict.fromkeys((*TILES, *EPILOGUES, "merge_partials", "gather_logits", "scatter_grad"), call_head),
     **dict.fromkeys(("token_losses", "fold_means"), call_loss),
     **dict.fromkeys(("bapo_sums", "bapo_pick"), call_bounds),
 }
@@ -303,6 +305,7 @@ FOUND = {
     "tf32": r"tf32|xf32",
     "cp.async": r"cp\.async\.c[ag]",
     "cp.async.bulk.tensor": r"cp\.async\.bulk\.tensor",
+    "16 bytes": r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|_load_dwordx4",
     "max.NaN": r"max\.NaN",
     "div.full": r"div\.full",
     "sqrt.approx": r"sqrt\.approx",

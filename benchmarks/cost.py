@@ -22,8 +22,9 @@ from typing import NamedTuple
 import report
 from gpu_report import ALL_PATTERNS, GpuRow, gemm_rate, of_run
 
+from bapo_kernels.head.chunked import slice_edges
+
 MEASURED, ASSUMED = "measured", "assumed"
-COLUMNS = 8192  # vocabulary rows of a slice: how often d_hidden is read and written again
 POOL = 4096  # tokens whose products the one-pass engine keeps
 # Instructions of the epilogue of a 128 x 256 tile: so many cycles, on 132 multiprocessors at 1.75 GHz.
 EPILOGUE = 4500 / (128 * 256) / 132 / 1.75e9
@@ -154,7 +155,7 @@ def recompute(s: Step, design: str = "gemm") -> Cost:
         again = Cost(tile=s.a_pass, epilogue=s.logits)  # its stores hide behind the main loop
     else:
         again = Cost(gemm=s.a_pass, streamed=6 * s.logits)  # fp32 read, 16 bits written
-    slices = -(-s.vocab // COLUMNS)
+    slices = len(slice_edges(s.vocab, s.hidden, gpu=True)) - 1  # each reads and writes d_hidden
     again += Cost(gemm=s.products * s.a_pass, summed=8 * s.tokens * s.hidden * slices)
     return score(s, design) + again.times(s.active) + Cost(summed=0 if s.frozen else 2 * s.weight)
 
@@ -169,7 +170,7 @@ def one_pass(s: Step) -> Cost:
 
 def frozen(s: Step) -> Cost:
     """d logprob / d hidden of all that counts, in the forward: exponentials go back as 16 bits."""
-    slices = -(-s.vocab // COLUMNS)
+    slices = len(slice_edges(s.vocab, s.hidden, gpu=True)) - 1  # each reads and writes d_hidden
     u = Cost(gemm=s.a_pass, streamed=2 * s.logits, summed=8 * s.tokens * s.hidden * slices)
     return score(s) + u.times(s.unmasked)
 

@@ -19,9 +19,9 @@ ENGINES = ("recompute", "one-pass", "frozen")
 @pytest.fixture(autouse=True)
 def narrow_slices(monkeypatch):
     """Several slices of the vocabulary, the last one of another width."""
-    monkeypatch.setattr(chunked, "MAX_COLUMNS", 128)
+    monkeypatch.setattr(chunked, "MAX_COLUMNS_GPU", 128)
     chunked.slice_edges.cache_clear()
-    assert len(chunked.slice_edges(V, D)) == 4
+    assert len(chunked.slice_edges(V, D, gpu=True)) == 4
     yield
     chunked.slice_edges.cache_clear()
 

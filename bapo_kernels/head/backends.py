@@ -11,7 +11,7 @@ from bapo_kernels.checks import is_whole
 from bapo_kernels.head import cpu, triton
 from bapo_kernels.head.chunked import Backend
 from bapo_kernels.head.eager import GemmBackend, TorchEpilogues
-from bapo_kernels.head.products import LEAST_ROWS, LEAST_ROWS_GPU, multiplies_narrow
+from bapo_kernels.head.products import multiplies_narrow
 
 NAMES = ("auto", "triton", "cpu", "torch", "reference")
 # On a GPU, tiles of all rows of a large batch: products over many rows at a time are what is fast there.
@@ -51,7 +51,7 @@ def choose(name: str, device: torch.device, hidden: torch.dtype, weight: Sequenc
         from bapo_kernels.head.triton.backend import backend_for
 
         return backend_for(device, hidden, weight)
-    return _build(name, multiplies_narrow(device))
+    return _build(name, multiplies_narrow(device), device.type == "cuda")
 
 
 def design(name: str, device: torch.device, hidden: torch.dtype, weight: Sequence[torch.dtype]) -> str:
@@ -78,9 +78,9 @@ def _automatic(device_type: str) -> str:
 
 
 @cache
-def _build(name: str, narrow: bool) -> Backend:
+def _build(name: str, narrow: bool, gpu: bool) -> Backend:
     epilogues = cpu.CpuEpilogues() if name == "cpu" else TorchEpilogues()
-    return GemmBackend(epilogues, narrow, LEAST_ROWS_GPU if narrow else LEAST_ROWS)
+    return GemmBackend(epilogues, narrow, gpu)
 
 
 def resolve_budget(memory_budget: int | None, device: torch.device) -> int:

@@ -19,10 +19,10 @@ from torch import Tensor
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
 from bapo_kernels.head.products import gradient_dtype, multiply_add
 
-# A tile of 4096 columns stays in a CPU's shared cache at the row counts of a micro-batch, and is wide enough for full GEMM speed.
-# With very wide heads the slice of the weight, not the tile, is what takes memory: bound it too.
-MAX_COLUMNS = 4096
-MAX_SLICE_ELEMENTS = 4096 * 4096
+# A tile of 4096 columns stays in a CPU's shared cache at the row counts of a micro-batch, and is wide enough for full GEMM speed. On a
+# GPU, where d_hidden is read and written for each slice, twice that. With very wide heads the slice of the weight, not the tile, is what
+# takes memory: a slice has at most as many numbers as a square of that size.
+MAX_COLUMNS, MAX_COLUMNS_GPU = 4096, 8192
 # Slices begin at multiples of this: the column tiles of GPU kernels divide it, and no slice is left a column or two wide.
 COLUMN_UNIT = 128
 # BLAS libraries switch to kernels with another order of summation for odd or few rows (and for a single column). With rows and row
@@ -210,7 +210,7 @@ class Slice:
 class Backend(Protocol):
     name: str
     tiles: tuple[int, int]  # tiles of logits alive at once, forward and backward: what a memory budget counts
-    least_rows: int  # fewer in a product with the vocabulary, and reading the weight is what takes the time
+    gpu: bool  # slices and blocks as they suit a GPU
 
     def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
         """What to hand over hidden states and weight in, if these are their dtypes: that, or the accumulation dtype."""
@@ -226,10 +226,10 @@ class Backend(Protocol):
 
 
 @cache
-def slice_edges(vocab_size: int, hidden_size: int) -> tuple[int, ...]:
+def slice_edges(vocab_size: int, hidden_size: int, gpu: bool) -> tuple[int, ...]:
     """Where slices begin and end: of nearly equal width, and a function of V and D alone, as then are the bits of a result."""
-    columns = MAX_COLUMNS
-    while columns > 2 * COLUMN_UNIT and columns * hidden_size > MAX_SLICE_ELEMENTS:
+    most = columns = MAX_COLUMNS_GPU if gpu else MAX_COLUMNS
+    while columns > 2 * COLUMN_UNIT and columns * hidden_size > most**2:
         columns //= 2
     unit = min(COLUMN_UNIT, columns)
     units = -(-vocab_size // unit)
@@ -283,7 +283,7 @@ def forward(
     rows = replace(rows, hidden=rows.hidden.to(operand)).map(pad)
     total = rows.hidden.shape[0]
     state = State.start(rows.ids, entropy, acc)
-    edges = slice_edges(spec.vocab_size, weight.shape[1])
+    edges = slice_edges(spec.vocab_size, weight.shape[1], backend.gpu)
     left = tile_budget(budget, 2 * total * weight.shape[1] * operand.itemsize)
     tile, blocks = tile_and_blocks(total, widest(edges), backend.tiles[0], acc, device, left)
     with full_precision(device.type):
@@ -325,7 +325,7 @@ def backward(
     else:
         d_hidden = torch.zeros(total, hidden_size, dtype=acc, device=device) if needs.hidden else None
         sums = replace(add_to, hidden=d_hidden)
-    edges = slice_edges(spec.vocab_size, hidden_size)
+    edges = slice_edges(spec.vocab_size, hidden_size, backend.gpu)
     width, left = widest(edges), tile_budget(budget, total * hidden_size * (2 * operand.itemsize + acc.itemsize))
     tile, blocks = tile_and_blocks(total, width, backend.tiles[1], acc, device, left)
     # d_weight of a slice is summed up in `acc`: in its place, or, where that has fewer bits, beside it.

@@ -31,7 +31,7 @@ from bapo_kernels.head.eager import FLOOR, logit_slope, logits_
 from bapo_kernels.head.inputs import check_head_tensors, inverse_temperature, logit_spec
 from bapo_kernels.head.ops import placed
 from bapo_kernels.head.precision import accumulation_dtype, full_precision
-from bapo_kernels.head.products import LEAST_ROWS, multiplies_narrow, multiply, operand_dtype
+from bapo_kernels.head.products import multiplies_narrow, multiply, operand_dtype
 from bapo_kernels.head.rows import Selection
 
 
@@ -120,7 +120,7 @@ class Sampler:
 
     name = "divergence"
     tiles = (4, 6)
-    least_rows = LEAST_ROWS
+    gpu = False
 
     def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
         return operand_dtype(self.narrow, acc, hidden, weight)
@@ -220,7 +220,7 @@ def _statistics(call: Call, rows: PairRows, weight: Weight, bias: Tensor | None)
     maxima = torch.full((2, total), -torch.inf, dtype=acc, device=rows.hidden.device)  # policy, sampler
     sums = torch.zeros_like(maxima)
     cross = torch.zeros_like(maxima[0])  # sum exp(x - m) ((x - m) - (y - m'))
-    edges = chunked.slice_edges(call.spec.vocab_size, weight.shape[1])
+    edges = chunked.slice_edges(call.spec.vocab_size, weight.shape[1], call.sampler.gpu)
     bytes_per_row = call.sampler.tiles[0] * max(b - a for a, b in pairwise(edges)) * acc.itemsize
     with full_precision(rows.hidden.device.type):
         for part in chunked.slices(weight, bias, edges, acc, rows.hidden.dtype):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
-from bapo_kernels.head.products import LEAST_ROWS, gradient_dtype, multiply, operand_dtype
+from bapo_kernels.head.products import gradient_dtype, multiply, operand_dtype
 
 
 class Epilogues(Protocol):
@@ -27,9 +27,9 @@ class Epilogues(Protocol):
 class GemmBackend:
     """The vendor's GEMM into a tile, then an epilogue over it. `fold` leaves the products in the tile, for whoever keeps it."""
 
-    def __init__(self, epilogues: Epilogues, narrow: bool = False, least_rows: int = LEAST_ROWS):
+    def __init__(self, epilogues: Epilogues, narrow: bool = False, gpu: bool = False):
         """`narrow`: 16-bit operands are multiplied as they are (`head/products.py`)."""
-        self.epilogues, self.narrow, self.least_rows = epilogues, narrow, least_rows
+        self.epilogues, self.narrow, self.gpu = epilogues, narrow, gpu
         self.name, self.tiles = epilogues.name, epilogues.tiles
 
     def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:

@@ -23,6 +23,9 @@ from bapo_kernels.head.eager import GemmBackend
 from bapo_kernels.head.products import gradient_dtype
 
 ENGINES = ("auto", "recompute", "one-pass", "frozen")
+# With fewer rows in a block, reading the weight for each takes longer than the pass that is saved. On a GPU, reading and writing the
+# fp32 sum of d_weight for a block takes as long as a product of 700 to 1000 rows.
+LEAST_ROWS, LEAST_ROWS_GPU = 64, 2048
 NEAR = 1.05  # of two engines with so nearly the same passes, the one that holds less
 CAPTURED = "rows are not counted while a CUDA graph is captured"
 TRACED = "rows are not counted while a graph is compiled"
@@ -64,7 +67,7 @@ class Work:
     captured: bool  # by a CUDA graph: rows cannot be counted
     traced: bool  # into a graph that is compiled, whose rows are counted when it runs
     tiles: int  # of the backend
-    least_rows: int  # in a product with the vocabulary; with fewer, reading the weight takes more than a saved pass
+    gpu: bool
     keeps: bool  # the backend can keep products
     budget: int
 
@@ -87,7 +90,7 @@ class Work:
             trained_columns=sum(columns for columns, _, trained in parts if trained),
             summed_columns=sum(columns for columns, part, trained in parts if trained and part != dtype),
             tiles=max(backend.tiles),
-            least_rows=backend.least_rows,
+            gpu=backend.gpu,
             keeps=isinstance(backend, GemmBackend),
             **known,
         )
@@ -106,7 +109,7 @@ class Work:
 
     @cached_property
     def columns(self) -> int:
-        return widest(slice_edges(self.vocab_size, self.hidden_size))
+        return widest(slice_edges(self.vocab_size, self.hidden_size, self.gpu))
 
     @property
     def copied(self) -> int:
@@ -176,9 +179,10 @@ def choose(engine: str, work: Work) -> Plan:
     }
     if engine != "auto":
         return plans[engine]._replace(reason="asked for")
-    if refusals["one-pass"] is None and work.capacity < min(work.least_rows, work.counted):
+    least = LEAST_ROWS_GPU if work.gpu else LEAST_ROWS
+    if refusals["one-pass"] is None and work.capacity < min(least, work.counted):
         refusals["one-pass"] = (
-            f"memory_budget={work.budget} holds the products of {work.capacity} rows, and fewer than {work.least_rows} do not pay"
+            f"memory_budget={work.budget} holds the products of {work.capacity} rows, and fewer than {least} do not pay"
         )
     if refusals["frozen"] is None and work.frozen_bytes() > work.budget:
         refusals["frozen"] = f"d logprob / d hidden takes more than memory_budget={work.budget}"

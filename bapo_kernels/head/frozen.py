@@ -38,7 +38,7 @@ def forward(
     state, others = State.start(rows.ids, entropy, acc), torch.zeros_like(rows.hidden, dtype=acc)
     product = torch.zeros(total, 1, dtype=acc, device=device)  # hidden . W_y
     no_ids = rows.ids.new_zeros(total, 0)
-    edges = chunked.slice_edges(spec.vocab_size, weight.shape[1])
+    edges = chunked.slice_edges(spec.vocab_size, weight.shape[1], backend.gpu)
     left = chunked.tile_budget(budget, 3 * others.nbytes)
     tile, blocks = chunked.tile_and_blocks(total, chunked.widest(edges), max(backend.tiles), acc, device, left)
     with full_precision(device.type):

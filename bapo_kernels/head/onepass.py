@@ -85,7 +85,7 @@ class OnePass:
         self.problem, self.backend, self.hidden, self.weight, self.bias = problem, backend, hidden, weight, bias
         n, acc, device = problem.selection.rows, problem.dtype, hidden.device
         self.operand = backend.operand(acc, hidden.dtype, weight.dtypes)
-        self.edges = chunked.slice_edges(problem.spec.vocab_size, weight.shape[1])
+        self.edges = chunked.slice_edges(problem.spec.vocab_size, weight.shape[1], backend.gpu)
         self.pool = Pool(min(capacity, round_up(n)), self.edges, acc, device)
 
         def zeros(*shape: int) -> Tensor:

@@ -10,9 +10,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# With fewer rows in a block, reading the weight for each takes longer than a pass over the head that is saved. On a GPU, reading and
-# writing the fp32 sum of d_weight for a block takes as long as a product of 700 to 1000 rows.
-LEAST_ROWS, LEAST_ROWS_GPU = 64, 2048
 NARROW = (torch.bfloat16, torch.float16)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from bapo_kernels.head.chunked import Backend
 from bapo_kernels.head.eager import GemmBackend
-from bapo_kernels.head.products import LEAST_ROWS_GPU, NARROW, multiplies_narrow
+from bapo_kernels.head.products import NARROW, multiplies_narrow
 from bapo_kernels.head.triton.epilogues import TritonEpilogues
 from bapo_kernels.head.triton.tiles import TileBackend
 from bapo_kernels.launching import INTERPRETED
@@ -68,4 +68,4 @@ def _narrow(device: torch.device) -> bool:
 
 @cache
 def _build(design: str, narrow: bool) -> Backend:
-    return TileBackend() if design == "tile" else GemmBackend(TritonEpilogues(), narrow, LEAST_ROWS_GPU)
+    return TileBackend() if design == "tile" else GemmBackend(TritonEpilogues(), narrow, gpu=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
-from bapo_kernels.head.products import LEAST_ROWS_GPU, gradient_dtype, operand_dtype
+from bapo_kernels.head.products import gradient_dtype, operand_dtype
 from bapo_kernels.head.triton.arguments import config_for, dot_dtype, scalars, vector
 from bapo_kernels.head.triton.dlogits_tile import dlogits_tile
 from bapo_kernels.head.triton.epilogues import add_recorded, check_state
@@ -22,7 +22,7 @@ from bapo_kernels.launching import Config, chip_family, on
 class TileBackend:
     name = "triton"
     tiles = (0, 1)
-    least_rows = LEAST_ROWS_GPU
+    gpu = True
 
     def __init__(self, configs: dict[str, Config] | None = None, descriptors: bool | None = None):
         """`configs` replaces entries of the table, by the name of the kernel. `descriptors`: whether blocks of hidden and weight are copied

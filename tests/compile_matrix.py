@@ -100,7 +100,7 @@ class Facts(NamedTuple):
 # Left of the bar: what `make test` compiles, where a change would show first.
 SOME = "bias scale softcap temperature entropy ids entropy+temperature"
 TILE = {
-    "bf16": f"plain all all+ragged | {SOME} all+even all+tail all+by8 plain+ragged plain+pointers all+pointers plain+strided",
+    "bf16": f"plain plain+even all all+ragged | {SOME} all+even all+tail all+by8 plain+ragged plain+pointers all+pointers plain+strided",
     "fp16": "| plain all",
     "fp32": "all | plain all+even all+ragged",
     "fp64": "| all",

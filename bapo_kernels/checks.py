@@ -93,7 +93,12 @@ def check_floating(name: str, t: Tensor) -> None:
 
 def values_are_checked(device: torch.device) -> bool:
     """Values of tensors are validated where that is free: on CPU. On an accelerator it would stall the stream, so only when asked."""
-    return device.type == "cpu" or os.environ.get("BAPO_KERNELS_CHECK", "0") not in ("", "0")
+    return device.type == "cpu" or is_set("BAPO_KERNELS_CHECK")
+
+
+def is_set(variable: str) -> bool:
+    """Whether a variable of the environment asks for something."""
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 class Validated:

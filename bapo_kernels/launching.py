@@ -17,30 +17,26 @@ class Config(NamedTuple):
     blocks: dict[str, int]
     warps: int = 4
     stages: int = 1
-    registers: int | None = None  # of a thread at most
 
     @property
     def options(self) -> dict:
         """Keyword arguments of a launch."""
         # Without fusion a multiply rounds before the addition after it: sum, maximum and picked logit see the same logit, the backward,
         # another program around the same arithmetic, makes the same bits, and a loss rounds as PyTorch does.
-        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
-        return self.blocks | options | ({} if self.registers is None else {"maxnreg": self.registers})
+        return self.blocks | {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
 
 
 class Rule(NamedTuple):
     kernels: str  # names, separated by spaces
     families: str  # "" for all. "sm80" (also 86, 89), "sm90", "sm100", "sm120", "gfx9", "interpreter"
     dtypes: str  # "" for all. "half" (bf16, fp16), "float" (fp32), "double"
-    features: (
-        str  # "" or some of: bias scale softcap temperature ragged tma; the rule is for launches that have them all
-    )
+    features: str  # "" for all. "ragged": rows of hidden and weight are not whole vectors of 16 bytes
     config: Config
     reason: str
 
 
-def _tile(rows: int, columns: int, depth: int, warps: int, stages: int, registers: int | None = None) -> Config:
-    return Config({"BN": rows, "BV": columns, "BD": depth}, warps, stages, registers)
+def _tile(rows: int, columns: int, depth: int, warps: int, stages: int) -> Config:
+    return Config({"BN": rows, "BV": columns, "BD": depth}, warps, stages)
 
 
 def _rows(rows: int, columns: int, warps: int, **others: int) -> Config:
@@ -49,22 +45,28 @@ def _rows(rows: int, columns: int, warps: int, **others: int) -> Config:
 
 TILES = "fold_tile dlogits_tile"
 
-# The first rule that fits is taken. `entropy` is no feature here, and must not be: it would let the forward of a training step sum
-# in another order than no-grad scoring, which asks for no entropy, and the two have to agree bit for bit.
+# The first rule that fits is taken. Whether an entropy is wanted is no feature, and must not be: it would let the forward of a training
+# step sum in another order than no-grad scoring, which asks for none, and the two have to agree bit for bit.
 RULES = (
     # products and epilogue in one kernel
     Rule(TILES, "interpreter", "", "", _tile(16, 32, 32, 4, 1), "programs are costly, shapes small"),
     Rule(TILES, "", "double", "", _tile(32, 32, 16, 4, 2), "for checks of gradients, where speed is no matter"),
-    Rule(TILES, "", "float", "", _tile(64, 128, 16, 8, 2), "plain FMA; 128 registers: two blocks on an SM"),
-    Rule(TILES, "", "half", "ragged", _tile(64, 64, 64, 8, 2), "D % 16 != 0: loads pass registers; larger ones spill"),
-    Rule(TILES, "sm80 sm120", "half", "", _tile(128, 128, 64, 8, 3), "64 KB: fits the 99 KB of consumer chips too"),
+    Rule(TILES, "", "float", "", _tile(64, 64, 16, 8, 2), "plain FMA, taken only where it is asked for; no spills"),
+    Rule(TILES, "", "half", "ragged", _tile(64, 64, 64, 8, 2), "loads pass registers; larger ones spill"),
     Rule(TILES, "gfx9", "half", "", _tile(128, 128, 64, 8, 2), "32 KB of the 64 KB of LDS"),
-    Rule(TILES, "", "half", "", _tile(128, 128, 64, 8, 3), "no epilogue spills; 128 divides most vocabularies"),
+    Rule(
+        TILES,
+        "",
+        "half",
+        "",
+        _tile(128, 128, 64, 8, 3),
+        "no epilogue spills; 128 divides most vocabularies; fits 99 KB",
+    ),
     Rule("merge_partials", "interpreter", "", "", Config({"BN": 16}), "small shapes"),
     Rule("merge_partials", "", "", "", Config({"BN": 128}), "a row a thread; the loads of a warp are adjacent"),
     # epilogues of a tile that a vendor product left in memory
     Rule("fold_rows", "interpreter", "", "", _rows(16, 32, 4, BP=4), "small shapes"),
-    Rule("fold_rows", "", "", "", _rows(1, 4096, 8, BP=128), "a row's slice at once: 16 logits a thread, read once"),
+    Rule("fold_rows", "", "", "", _rows(1, 4096, 8, BP=128), "16 logits a thread; 32 take twice the registers"),
     Rule("dlogits_rows", "interpreter", "", "", _rows(16, 32, 4), "small shapes"),
     Rule("dlogits_rows", "", "", "", _rows(1, 4096, 8), "as fold_rows"),
     # recorded ids
@@ -82,15 +84,18 @@ RULES = (
     Rule("bapo_pick", "interpreter", "", "", Config({"BLOCK": 2}), "small shapes"),
     Rule("bapo_pick", "", "", "", Config({"BLOCK": 32}), "64 grid points x programs are in registers, in fp64"),
 )
+_DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "half", torch.float16: "half"}
 
 
-def find_config(kernel: str, family: str, dtype: str = "float", features: frozenset[str] = frozenset()) -> Config:
+def find_config(kernel: str, device: torch.device, dtype: torch.dtype = torch.float32, features: str = "") -> Config:
+    """`dtype`: of hidden states and weight."""
+    family = chip_family(device)
     for rule in RULES:
         if (
             kernel in rule.kernels.split()
             and (not rule.families or family in rule.families.split())
-            and (not rule.dtypes or dtype in rule.dtypes.split())
-            and features.issuperset(rule.features.split())
+            and (not rule.dtypes or _DTYPES[dtype] in rule.dtypes.split())
+            and rule.features in ("", features)
         ):
             return rule.config
     raise LookupError(f"no launch config for {kernel} on {family} in {dtype}")

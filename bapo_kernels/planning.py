@@ -10,7 +10,7 @@ from bapo_kernels.corrections import Correction
 from bapo_kernels.evaluation import Batch
 from bapo_kernels.head.api import Head
 from bapo_kernels.head.backends import choose as choose_backend
-from bapo_kernels.head.backends import design, resolve_budget
+from bapo_kernels.head.backends import resolve_budget
 from bapo_kernels.head.chunked import Backend
 from bapo_kernels.head.engines import Plan, Work, check_engine, choose
 from bapo_kernels.head.precision import accumulation_dtype
@@ -107,8 +107,7 @@ def plan(
         budget=budget,
     )
     answer = choose(engine, work)
-    reasons = answer.reason, design(backend, device, dtype, [dtype])
-    return answer._replace(reason="; ".join(filter(None, reasons)))
+    return answer._replace(reason="; ".join(filter(None, (answer.reason, chosen.design))))
 
 
 def work_of(head: Head, backend: Backend, batch: Batch, engine: str) -> Work:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import bapo_kernels as bk
 from bapo_kernels import controller
+from bapo_kernels.launching import find_config
 from bapo_kernels.layout import Layout
 from bapo_kernels.losses import triton as fused
 from bapo_kernels.losses.base import TokenLoss, Tokens
@@ -182,7 +183,7 @@ def test_sums_are_of_all_programs():
     """More programs than the fold reads at a time, the extremes in the last."""
     x = grid(masked=False)
     cpu = torch.device("cpu")
-    at_once, sums = (launch.config_for(kernel, cpu).blocks["BLOCK"] for kernel in ("token_losses", "fold_means"))
+    at_once, sums = (find_config(kernel, cpu).blocks["BLOCK"] for kernel in ("token_losses", "fold_means"))
     n = x.mask.numel()
     assert n > sums * at_once and n % at_once
     old = torch.zeros(n)

@@ -54,16 +54,6 @@ def choose(name: str, device: torch.device, hidden: torch.dtype, weight: Sequenc
     return _build(name, multiplies_narrow(device), device.type == "cuda")
 
 
-def design(name: str, device: torch.device, hidden: torch.dtype, weight: Sequence[torch.dtype]) -> str:
-    """Which kernels the backend of this name takes and why, in a sentence; "" where it has no choice."""
-    if resolve(name, device) != "triton":
-        return ""
-    from bapo_kernels.head.triton.backend import design_for
-
-    chosen = design_for(device, hidden, weight)
-    return f"design {chosen.name}: {chosen.reason}"
-
-
 @cache
 def _automatic(device_type: str) -> str:
     fast = {"cpu": "cpu", "cuda": "triton"}.get(device_type)

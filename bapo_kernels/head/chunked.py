@@ -4,7 +4,7 @@ A slice is a block of rows of the weight. Forward, its logits are folded into ru
 backward, the same logits are made again, turned into their gradient, and multiplied into d_hidden and d_weight. Nothing here is
 ever [N, V]: what lives at once is one tile of (rows of a block) x (columns of a slice).
 
-Rows are what `autograd.py` selected: forward only rows that count, backward only rows that have a gradient.
+Rows are what `ops.py` selected: forward only rows that count, backward only rows that have a gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -211,6 +211,8 @@ class Backend(Protocol):
     name: str
     tiles: tuple[int, int]  # tiles of logits alive at once, forward and backward: what a memory budget counts
     gpu: bool  # slices and blocks as they suit a GPU
+    keeps: bool  # the products of a tile are in memory, and may stay there (a `GemmBackend`)
+    design: str  # which kernels it takes, and why; "" where there is no choice
 
     def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
         """What to hand over hidden states and weight in, if these are their dtypes: that, or the accumulation dtype."""
@@ -221,13 +223,19 @@ class Backend(Protocol):
     def dlogits(
         self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, tile: Tensor
     ) -> Tensor:
-        """The gradient (n, w) of the products hidden . weight of `part`; in `gradient_dtype`, or not yet rounded to that, as where the head
-        has a bias, whose gradient is its sum. `tile` is a buffer, and may be the result."""
+        """The gradient (n, w) of the products hidden . weight of `part`, in `dz_dtype`. `tile` is a buffer, and may be the result."""
+
+
+def dz_dtype(rows: Rows, part: Slice, acc: torch.dtype) -> torch.dtype:
+    """What the gradient of a tile is handed over in: what it is multiplied in, or, where more is to become of it before it is rounded, the
+    accumulation dtype. The gradient of a bias is its sum; recorded ids add to it."""
+    whole = part.bias is not None or rows.ids.shape[1] > 1
+    return acc if whole else gradient_dtype(rows.hidden.dtype, acc)
 
 
 @cache
 def slice_edges(vocab_size: int, hidden_size: int, gpu: bool) -> tuple[int, ...]:
-    """Where slices begin and end: of nearly equal width, and a function of V and D alone, as then are the bits of a result."""
+    """Where slices begin and end: of nearly equal width, and on a device a function of V and D alone, as then are the bits of a result."""
     most = columns = MAX_COLUMNS_GPU if gpu else MAX_COLUMNS
     while columns > 2 * COLUMN_UNIT and columns * hidden_size > most**2:
         columns //= 2

@@ -120,7 +120,9 @@ class Sampler:
 
     name = "divergence"
     tiles = (4, 6)
-    gpu = False
+    gpu = False  # its tiles are many, and PyTorch's operations on them
+    keeps = False
+    design = ""
 
     def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
         return operand_dtype(self.narrow, acc, hidden, weight)

@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
-from bapo_kernels.head.products import gradient_dtype, multiply, operand_dtype
+from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics, dz_dtype
+from bapo_kernels.head.products import multiply, operand_dtype
 
 
 class Epilogues(Protocol):
@@ -27,9 +27,11 @@ class Epilogues(Protocol):
 class GemmBackend:
     """The vendor's GEMM into a tile, then an epilogue over it. `fold` leaves the products in the tile, for whoever keeps it."""
 
-    def __init__(self, epilogues: Epilogues, narrow: bool = False, gpu: bool = False):
+    keeps = True
+
+    def __init__(self, epilogues: Epilogues, narrow: bool = False, gpu: bool = False, design: str = ""):
         """`narrow`: 16-bit operands are multiplied as they are (`head/products.py`)."""
-        self.epilogues, self.narrow, self.gpu = epilogues, narrow, gpu
+        self.epilogues, self.narrow, self.gpu, self.design = epilogues, narrow, gpu, design
         self.name, self.tiles = epilogues.name, epilogues.tiles
 
     def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
@@ -50,8 +52,8 @@ class GemmBackend:
         self, z: Tensor, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients
     ) -> Tensor:
         """`dlogits` of the products z, which it may overwrite."""
-        dtype = gradient_dtype(rows.hidden.dtype, z.dtype)
-        out = z if part.bias is not None or dtype == z.dtype else torch.empty_like(z, dtype=dtype)
+        dtype = dz_dtype(rows, part, z.dtype)
+        out = z if dtype == z.dtype else torch.empty_like(z, dtype=dtype)
         self.epilogues.dlogits(z, rows, part, spec, stats, coef, out)
         return out
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from bapo_kernels.head.chunked import ROW_UNIT, Backend, round_up, slice_edges, tile_budget, widest
-from bapo_kernels.head.eager import GemmBackend
 from bapo_kernels.head.products import gradient_dtype
 
 ENGINES = ("auto", "recompute", "one-pass", "frozen")
@@ -91,7 +90,7 @@ class Work:
             summed_columns=sum(columns for columns, part, trained in parts if trained and part != dtype),
             tiles=max(backend.tiles),
             gpu=backend.gpu,
-            keeps=isinstance(backend, GemmBackend),
+            keeps=backend.keeps,
             **known,
         )
 

@@ -18,9 +18,14 @@ def multiplies_narrow(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+def are_narrow(hidden: torch.dtype, weight: Iterable[torch.dtype]) -> bool:
+    """Alike, and of 16 bits."""
+    return hidden in NARROW and all(w == hidden for w in weight)
+
+
 def operand_dtype(narrow: bool, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
-    """What hidden states and weight are multiplied in: as they are, if they are alike, of 16 bits, and `narrow` products are to be had."""
-    return hidden if narrow and hidden in NARROW and all(w == hidden for w in weight) else acc
+    """What hidden states and weight are multiplied in: as they are, if `narrow` products are to be had."""
+    return hidden if narrow and are_narrow(hidden, weight) else acc
 
 
 def gradient_dtype(operand: torch.dtype, acc: torch.dtype) -> torch.dtype:

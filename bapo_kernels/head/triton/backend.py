@@ -15,7 +15,7 @@ import torch
 
 from bapo_kernels.head.chunked import Backend
 from bapo_kernels.head.eager import GemmBackend
-from bapo_kernels.head.products import NARROW, multiplies_narrow
+from bapo_kernels.head.products import are_narrow, multiplies_narrow
 from bapo_kernels.head.triton.epilogues import TritonEpilogues
 from bapo_kernels.head.triton.tiles import TileBackend
 from bapo_kernels.launching import INTERPRETED
@@ -47,25 +47,19 @@ def choose_design(narrow_products: bool, hidden: torch.dtype, weight: Iterable[t
         raise ValueError(f"BAPO_KERNELS_DESIGN must be one of {', '.join(DESIGNS)}, got {forced!r}")
     if forced != "auto":
         return Design(forced, "BAPO_KERNELS_DESIGN asks for it")
-    if hidden not in NARROW or any(w != hidden for w in weight):
+    if not are_narrow(hidden, weight):
         return Design("gemm", "plain fp32 is the vendor's field")
     if not narrow_products:
         return Design("tile", "the vendor's 16-bit product would round the logits")
     return Design("gemm", "kept products save a pass of four, more than a fused tile could")
 
 
-def design_for(device: torch.device, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> Design:
-    return choose_design(_narrow(device), hidden, weight)
-
-
 def backend_for(device: torch.device, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> Backend:
-    return _build(design_for(device, hidden, weight).name, _narrow(device))
-
-
-def _narrow(device: torch.device) -> bool:
-    return INTERPRETED or multiplies_narrow(device)
+    narrow = INTERPRETED or multiplies_narrow(device)
+    return _build(choose_design(narrow, hidden, weight), narrow)
 
 
 @cache
-def _build(design: str, narrow: bool) -> Backend:
-    return TileBackend() if design == "tile" else GemmBackend(TritonEpilogues(), narrow, gpu=True)
+def _build(design: Design, narrow: bool) -> Backend:
+    text = f"design {design.name}: {design.reason}"
+    return TileBackend(text) if design.name == "tile" else GemmBackend(TritonEpilogues(), narrow, True, text)

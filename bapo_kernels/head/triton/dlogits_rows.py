@@ -6,7 +6,7 @@ import triton.language as tl
 from bapo_kernels.head.triton.shared import column_of, logit_gradient, logits
 
 
-@triton.jit(do_not_specialize=["n", "first"])  # a w that 16 divides is known to keep loads of 16 bytes whole
+@triton.jit(do_not_specialize=["n", "P", "first"])  # a w that 16 divides is known to keep loads of 16 bytes whole
 def dlogits_rows(
     z,  # (n, w) products
     bias,  # (w,) or None
@@ -21,12 +21,11 @@ def dlogits_rows(
     out,  # (n, w) dz; may be z
     n,
     w,
+    P,
     first,  # vocabulary id of column 0
     scale,  # or None
     softcap,  # or None
     stride_zn,
-    stride_in,
-    stride_gn,
     stride_on,
     BN: tl.constexpr,
     BV: tl.constexpr,
@@ -46,8 +45,8 @@ def dlogits_rows(
     at_target = None
     b_picked = None
     if ids is not None:
-        at_target = o_v[None, :] == column_of(tl.load(ids + row * stride_in), first, w)[:, None]
-        b_picked = tl.load(picked + row * stride_gn)
+        at_target = o_v[None, :] == column_of(tl.load(ids + row * P), first, w)[:, None]
+        b_picked = tl.load(picked + row * P)
     # fmt: off
     g = logit_gradient(
         x, t, row, maximum, log_sum, entropy, probability, entropy_coef, at_target, b_picked, b_inv_t, scale,

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from bapo_kernels.head.triton.products import products
-from bapo_kernels.head.triton.shared import column_of, logit_gradient, logits, tile_of_program
+from bapo_kernels.head.triton.shared import column_of, logit_gradient, tile_of_program
+from bapo_kernels.head.triton.tile_logits import tile_logits
 
 
-@triton.jit(do_not_specialize=["n", "w", "first"])
+@triton.jit(do_not_specialize=["n", "w", "P", "first"])
 def dlogits_tile(
     hidden,  # (n, D), or its tensor descriptor
     weight,  # (w, D), or its tensor descriptor
@@ -24,6 +24,7 @@ def dlogits_tile(
     n,
     w,
     D,
+    P,
     first,  # vocabulary id of column 0
     scale,  # or None
     softcap,  # or None
@@ -31,10 +32,7 @@ def dlogits_tile(
     stride_hd,
     stride_wv,
     stride_wd,
-    stride_in,
-    stride_gn,
     stride_on,
-    DOT: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
     EVEN_W: tl.constexpr,
@@ -47,24 +45,20 @@ def dlogits_tile(
     o_n = i_n * BN + tl.arange(0, BN)
     o_v = i_v * BV + tl.arange(0, BV)
     row = tl.minimum(o_n, n - 1)
-
+    b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
     # fmt: off
-    z = products(
-        hidden, weight, i_n, i_v, n, w, D, stride_hn, stride_hd, stride_wv, stride_wd, ACC, DOT, TMA, EVEN_D, BN, BV,
-        BD,
+    x, t = tile_logits(
+        hidden, weight, bias, b_inv_t, i_n, i_v, n, w, D, scale, softcap,
+        stride_hn, stride_hd, stride_wv, stride_wd, ACC, TMA, EVEN_D, BN, BV, BD,
     )
     # fmt: on
-    b_bias = None if bias is None else tl.load(bias + tl.minimum(o_v, w - 1))[None, :]
-    b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
-    x, t = logits(z, b_bias, b_inv_t, scale, softcap)
 
     row = row.to(tl.int64)
-    at_target = o_v[None, :] == column_of(tl.load(ids + row * stride_in), first, w)[:, None]
-    b_picked = tl.load(picked + row * stride_gn)
+    at_target = o_v[None, :] == column_of(tl.load(ids + row * P), first, w)[:, None]
+    b_picked = tl.load(picked + row * P)
     # fmt: off
     g = logit_gradient(
-        x, t, row, maximum, log_sum, entropy, probability, entropy_coef, at_target, b_picked, b_inv_t, scale,
-        softcap,
+        x, t, row, maximum, log_sum, entropy, probability, entropy_coef, at_target, b_picked, b_inv_t, scale, softcap
     )
     # fmt: on
     m_out = (o_n < n)[:, None]

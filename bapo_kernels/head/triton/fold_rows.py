@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bapo_kernels.head.triton.shared import FLOOR, at_least_floor, column_of, logits, statistics
+from bapo_kernels.head.triton.shared import FLOOR, column_of, logits, merged, statistics
 
 
 @triton.jit(do_not_specialize=["n", "P", "first"])  # a w that 16 divides is known to keep loads of 16 bytes whole
@@ -23,10 +23,6 @@ def fold_rows(
     scale,  # or None
     softcap,  # or None
     stride_zn,
-    stride_in,
-    stride_ip,
-    stride_pn,
-    stride_pp,
     BN: tl.constexpr,
     BV: tl.constexpr,
     BP: tl.constexpr,  # ids at a time
@@ -46,16 +42,7 @@ def fold_rows(
         b_bias = None if bias is None else tl.load(bias + o_v[None, :], m_v)
         x, _ = logits(tl.load(p_z + o_v[None, :], m_v), b_bias, b_inv_t, scale, softcap)
         b_m, b_s, b_u = statistics(tl.where(m_v, x, FLOOR))
-        new = tl.maximum(m, b_m)
-        reference = tl.where(new == float("-inf"), 0.0, new)
-        old_shift = at_least_floor(m - reference)
-        new_shift = at_least_floor(b_m - reference)
-        keep = tl.exp(old_shift)
-        b_keep = tl.exp(new_shift)
-        if spread is not None:
-            u = (u + old_shift * s) * keep + (b_u + new_shift * b_s) * b_keep
-        s = s * keep + b_s * b_keep
-        m = new
+        m, s, u = merged(m, s, u, b_m, b_s, b_u)
     tl.store(maximum + row, m, m_n)
     tl.store(total + row, s, m_n)
     if spread is not None:
@@ -64,9 +51,9 @@ def fold_rows(
     for p in range(0, P, BP):
         o_p = p + tl.arange(0, BP)
         inside = m_n[:, None] & (o_p < P)[None, :]
-        b_ids = tl.load(ids + row[:, None] * stride_in + o_p[None, :] * stride_ip, inside, other=-1)
+        b_ids = tl.load(ids + row[:, None] * P + o_p[None, :], inside, other=-1)
         column = column_of(b_ids, first, w)
         here = column >= 0
         b_bias = None if bias is None else tl.load(bias + column, here, other=0.0)
         x, _ = logits(tl.load(p_z + column, here, other=0.0), b_bias, b_inv_t, scale, softcap)
-        tl.store(picked + row[:, None] * stride_pn + o_p[None, :] * stride_pp, x, here)
+        tl.store(picked + row[:, None] * P + o_p[None, :], x, here)

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from bapo_kernels.head.triton.products import products
-from bapo_kernels.head.triton.shared import FLOOR, column_of, logits, statistics, tile_of_program
+from bapo_kernels.head.triton.shared import FLOOR, column_of, statistics, tile_of_program
+from bapo_kernels.head.triton.tile_logits import tile_logits
 
 
-@triton.jit(do_not_specialize=["n", "w", "first"])
+@triton.jit(do_not_specialize=["n", "w", "P", "first"])
 def fold_tile(
     hidden,  # (n, D), or its tensor descriptor
     weight,  # (w, D), or its tensor descriptor
@@ -21,6 +21,7 @@ def fold_tile(
     n,
     w,
     D,
+    P,
     first,  # vocabulary id of column 0
     scale,  # or None
     softcap,  # or None
@@ -28,9 +29,6 @@ def fold_tile(
     stride_hd,
     stride_wv,
     stride_wd,
-    stride_in,
-    stride_pn,
-    DOT: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
     EVEN_W: tl.constexpr,
@@ -44,22 +42,19 @@ def fold_tile(
     o_v = i_v * BV + tl.arange(0, BV)
     m_n = o_n < n
     row = tl.minimum(o_n, n - 1)
-
+    b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
     # fmt: off
-    z = products(
-        hidden, weight, i_n, i_v, n, w, D, stride_hn, stride_hd, stride_wv, stride_wd, ACC, DOT, TMA, EVEN_D, BN, BV,
-        BD,
+    x, _ = tile_logits(
+        hidden, weight, bias, b_inv_t, i_n, i_v, n, w, D, scale, softcap,
+        stride_hn, stride_hd, stride_wv, stride_wd, ACC, TMA, EVEN_D, BN, BV, BD,
     )
     # fmt: on
-    b_bias = None if bias is None else tl.load(bias + tl.minimum(o_v, w - 1))[None, :]
-    b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)[:, None]
-    x, _ = logits(z, b_bias, b_inv_t, scale, softcap)
 
     row = row.to(tl.int64)
-    target = column_of(tl.load(ids + row * stride_in), first, w)
+    target = column_of(tl.load(ids + row * P), first, w)
     here = m_n & (target >= i_v * BV) & (target < i_v * BV + BV)
     x_target = tl.sum(tl.where(o_v[None, :] == target[:, None], x, 0.0), 1)
-    tl.store(picked + row * stride_pn, x_target, here)
+    tl.store(picked + row * P, x_target, here)
 
     if not EVEN_W:
         x = tl.where(o_v[None, :] < w, x, FLOOR)

@@ -24,10 +24,6 @@ def gather_logits(
     stride_hd,
     stride_wv,
     stride_wd,
-    stride_in,
-    stride_ip,
-    stride_pn,
-    stride_pp,
     BK: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -35,7 +31,7 @@ def gather_logits(
     blocks = tl.cdiv(P - 1, BK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     o_p = 1 + tl.program_id(0) % blocks * BK + tl.arange(0, BK)
-    column = column_of(tl.load(ids + row * stride_in + o_p * stride_ip, o_p < P, other=-1), first, w)
+    column = column_of(tl.load(ids + row * P + o_p, o_p < P, other=-1), first, w)
     here = column >= 0
     if tl.max(column, 0) >= 0:
         o_d = tl.arange(0, BD)
@@ -52,4 +48,4 @@ def gather_logits(
         b_bias = None if bias is None else tl.load(bias + column, here, other=0.0)
         b_inv_t = None if inv_temperature is None else tl.load(inv_temperature + row)
         x, _ = logits(tl.sum(z, 1), b_bias, b_inv_t, scale, softcap)
-        tl.store(picked + row * stride_pn + o_p * stride_pp, x, here)
+        tl.store(picked + row * P + o_p, x, here)

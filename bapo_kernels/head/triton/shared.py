@@ -35,7 +35,7 @@ def tanh(x):
 
 @triton.jit
 def logits(z, bias, inv_temperature, scale, softcap):
-    """Logits x of products z, and the tanh of the softcap (0 without one) that `slope` wants."""
+    """Logits x of products z, and the tanh of the softcap (0 without one) that `times_slope` wants."""
     t = 0.0
     if bias is not None:
         z += bias
@@ -70,6 +70,18 @@ def statistics(x):
     x -= tl.where(some, m, 0.0)[:, None]
     e = tl.exp(x)
     return tl.where(some, m, float("-inf")), tl.sum(e, 1), tl.sum(e * x, 1)
+
+
+@triton.jit
+def merged(m, s, u, b_m, b_s, b_u):
+    """Statistics of two parts of a row, as one."""
+    new = tl.maximum(m, b_m)
+    reference = tl.where(new == float("-inf"), 0.0, new)
+    shift = at_least_floor(m - reference)
+    b_shift = at_least_floor(b_m - reference)
+    keep = tl.exp(shift)
+    b_keep = tl.exp(b_shift)
+    return new, s * keep + b_s * b_keep, (u + shift * s) * keep + (b_u + b_shift * b_s) * b_keep
 
 
 @triton.jit

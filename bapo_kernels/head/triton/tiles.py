@@ -7,11 +7,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics
-from bapo_kernels.head.products import gradient_dtype, operand_dtype
-from bapo_kernels.head.triton.arguments import config_for, dot_dtype, scalars, vector
+from bapo_kernels.head.chunked import Coefficients, LogitSpec, Rows, Slice, State, Statistics, dz_dtype
+from bapo_kernels.head.products import operand_dtype
+from bapo_kernels.head.triton.arguments import config_for, scalars
 from bapo_kernels.head.triton.dlogits_tile import dlogits_tile
-from bapo_kernels.head.triton.epilogues import add_recorded, check_state
+from bapo_kernels.head.triton.epilogues import add_recorded
 from bapo_kernels.head.triton.fold_tile import fold_tile
 from bapo_kernels.head.triton.gather_logits import gather_logits
 from bapo_kernels.head.triton.merge_partials import merge_partials
@@ -23,29 +23,29 @@ class TileBackend:
     name = "triton"
     tiles = (0, 1)
     gpu = True
+    keeps = False
 
-    def __init__(self, configs: dict[str, Config] | None = None, descriptors: bool | None = None):
+    def __init__(self, design: str = "", *, configs: dict[str, Config] | None = None, descriptors: bool | None = None):
         """`configs` replaces entries of the table, by the name of the kernel. `descriptors`: whether blocks of hidden and weight are copied
         by tensor descriptors (TMA); None: on chips where that pays."""
-        self.configs, self.descriptors = configs or {}, descriptors
+        self.design, self.configs, self.descriptors = design, configs or {}, descriptors
 
     def operand(self, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
         return operand_dtype(True, acc, hidden, weight)
 
     def fold(self, rows: Rows, part: Slice, spec: LogitSpec, state: State, tile: Tensor | None = None) -> None:
-        (n, ids), w = rows.ids.shape, part.weight.shape[0]
-        check_state(state)
+        (n, ids), (w, d) = rows.ids.shape, part.weight.shape
         if n == 0:
             return
+        logit = part.bias, rows.inv_temperature, rows.ids, state.picked
 
         def launch(config: Config) -> Tensor:
             tiles = triton.cdiv(w, config.blocks["BV"])
             partials = state.max.new_empty(2 if state.spread is None else 3, tiles, n)
             fold_tile[(triton.cdiv(n, config.blocks["BN"]) * tiles,)](
-                *(*self._operands(rows, part, config), vector(part.bias), vector(rows.inv_temperature)),
-                *(rows.ids, state.picked, *_three(partials)),
-                *(n, w, rows.hidden.shape[1], part.first, *scalars(spec, state.max.dtype)),
-                *(*rows.hidden.stride(), *part.weight.stride(), rows.ids.stride(0), state.picked.stride(0)),
+                *(*self._operands(rows, part, config), *logit, *_three(partials)),
+                *(n, w, d, ids, part.first, *scalars(spec, state.max.dtype)),
+                *(*rows.hidden.stride(), *part.weight.stride()),
                 **self._options(rows, part, config),
             )
             return partials
@@ -59,39 +59,34 @@ class TileBackend:
             if ids > 1:
                 config = self._config("gather_logits", rows, part, spec)
                 gather_logits[(n * triton.cdiv(ids - 1, config.blocks["BK"]),)](
-                    *(rows.hidden, part.weight, vector(part.bias), vector(rows.inv_temperature)),
-                    *(rows.ids, state.picked, w, rows.hidden.shape[1], ids, part.first),
-                    *scalars(spec, state.max.dtype),
-                    *(*rows.hidden.stride(), *part.weight.stride(), *rows.ids.stride(), *state.picked.stride()),
+                    *(rows.hidden, part.weight, *logit, w, d, ids, part.first, *scalars(spec, state.max.dtype)),
+                    *(*rows.hidden.stride(), *part.weight.stride()),
                     **config.options,
                 )
 
     def dlogits(
         self, rows: Rows, part: Slice, spec: LogitSpec, stats: Statistics, coef: Coefficients, tile: Tensor
     ) -> Tensor:
-        (n, ids), w = rows.ids.shape, part.weight.shape[0]
-        dtype = gradient_dtype(rows.hidden.dtype, stats.max.dtype)
-        # What recorded ids add is added before the one rounding, and so is a bias's gradient summed up.
-        whole = ids > 1 or part.bias is not None or dtype == tile.dtype
-        out = tile if whole else tile.view(-1).view(dtype)[: n * w].view(n, w)
+        (n, ids), (w, d) = rows.ids.shape, part.weight.shape
+        dtype = dz_dtype(rows, part, tile.dtype)
+        out = tile if dtype == tile.dtype else tile.view(-1).view(dtype)[: n * w].view(n, w)
         if n == 0:
             return out
 
         def launch(config: Config) -> None:
             dlogits_tile[(triton.cdiv(n, config.blocks["BN"]) * triton.cdiv(w, config.blocks["BV"]),)](
-                *(*self._operands(rows, part, config), vector(part.bias), vector(rows.inv_temperature), rows.ids),
-                *(vector(stats.max), vector(stats.log_sum), None if coef.entropy is None else vector(stats.entropy)),
-                *(vector(coef.probability), vector(coef.entropy), coef.picked, out),
-                *(n, w, rows.hidden.shape[1], part.first, *scalars(spec, stats.max.dtype)),
-                *(*rows.hidden.stride(), *part.weight.stride()),
-                *(rows.ids.stride(0), coef.picked.stride(0), out.stride(0)),
+                *(*self._operands(rows, part, config), part.bias, rows.inv_temperature, rows.ids),
+                *(stats.max, stats.log_sum, None if coef.entropy is None else stats.entropy),
+                *(coef.probability, coef.entropy, coef.picked, out),
+                *(n, w, d, ids, part.first, *scalars(spec, stats.max.dtype)),
+                *(*rows.hidden.stride(), *part.weight.stride(), out.stride(0)),
                 **self._options(rows, part, config),
             )
 
         with on(rows.hidden.device):
             launch(self._config("dlogits_tile", rows, part, spec, launch))
         if ids > 1:
-            add_recorded(out, rows, part, spec, stats, coef, self.configs.get("scatter_grad"))
+            add_recorded(out, rows, part, spec, stats, coef, self.configs)
         return out
 
     def _config(
@@ -99,8 +94,7 @@ class TileBackend:
     ) -> Config:
         if kernel in self.configs:
             return self.configs[kernel]
-        extra = ("tma",) if self._by_descriptors(rows, part) else ()
-        config = config_for(kernel, rows, part, spec, *extra)
+        config = config_for(kernel, rows, part)
         return config if launch is None else tuned(kernel, config, rows, part, spec, launch)
 
     def _by_descriptors(self, rows: Rows, part: Slice) -> bool:
@@ -120,7 +114,6 @@ class TileBackend:
 
     def _options(self, rows: Rows, part: Slice, config: Config) -> dict:
         return config.options | {
-            "DOT": dot_dtype(rows.hidden.dtype),
             "TMA": self._by_descriptors(rows, part),
             "EVEN_D": rows.hidden.shape[1] % config.blocks["BD"] == 0,
             "EVEN_W": part.weight.shape[0] % config.blocks["BV"] == 0,

@@ -4,14 +4,15 @@ The fastest of some configs is found by the first launch of each kind and kept f
 that the last bits of a result then hang on what was measured: runs, and ranks, need not agree in them.
 """
 
-import os
 import time
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
+from bapo_kernels.checks import is_set
 from bapo_kernels.head.chunked import LogitSpec, Rows, Slice
 from bapo_kernels.launching import INTERPRETED, Config
 
@@ -37,7 +38,7 @@ def tuned(
     kernel: str, config: Config, rows: Rows, part: Slice, spec: LogitSpec, launch: Callable[[Config], object]
 ) -> Config:
     """`config`, or the fastest one where that is asked for. A launch may be repeated without harm."""
-    if os.environ.get("BAPO_KERNELS_AUTOTUNE", "0") in ("", "0"):
+    if not is_set("BAPO_KERNELS_AUTOTUNE"):
         return config
     # Nothing of a row's surroundings: scoring and training, and blocks of any height, have to get the same.
     features = (part.bias is None, spec.scale == 1.0, spec.softcap is None, rows.inv_temperature is None)
@@ -45,13 +46,13 @@ def tuned(
     if key not in found:
         if rows.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             return config  # nothing runs now that could be timed
-        times = {_seconds(launch, config, rows.hidden.device): config}
+        times = [(_seconds(launch, config, rows.hidden.device), config)]
         for candidate in CANDIDATES:
             try:
-                times[_seconds(launch, candidate, rows.hidden.device)] = candidate
+                times.append((_seconds(launch, candidate, rows.hidden.device), candidate))
             except (OutOfResources, CompilationError):
                 continue
-        found[key] = times[min(times)]
+        found[key] = min(times, key=itemgetter(0))[1]
     return found[key]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bapo_kernels import controller
 from bapo_kernels.head.autograd import refuse_second_derivatives
-from bapo_kernels.launching import INTERPRETED, Config, chip_family, find_config, on
+from bapo_kernels.launching import INTERPRETED, find_config, on
 from bapo_kernels.losses.bapo import BAPO
 from bapo_kernels.losses.base import Loss, Tokens
 from bapo_kernels.losses.clip import DCPO, GRPO
@@ -66,7 +66,7 @@ def evaluate(loss: Loss, x: Tokens) -> FusedTerm | None:
     inputs, n, device = _inputs(x), x.logprobs.numel(), x.logprobs.device
     term, coef, ratio = (torch.empty_like(inputs[0]) for _ in range(3))
     clipped = torch.empty_like(inputs[0], dtype=torch.int8)
-    config = config_for("token_losses", device)
+    config = find_config("token_losses", device)
     programs = triton.cdiv(n, config.blocks["BLOCK"])
     partials = torch.empty(PARTIALS, programs, dtype=torch.float64, device=device)
     means = torch.empty(len(MEANS), device=device)
@@ -74,7 +74,7 @@ def evaluate(loss: Loss, x: Tokens) -> FusedTerm | None:
         token_losses[(programs,)](
             *(*inputs, *parameters, term, coef, ratio, clipped, partials, n), LOSS=family, **config.options
         )
-        fold_means[(1,)](partials, means, programs, **config_for("fold_means", device).options)
+        fold_means[(1,)](partials, means, programs, **find_config("fold_means", device).options)
     attached = _Attach.apply(x.logprobs, term, coef)
     return FusedTerm(attached, clipped, metrics, ratio=ratio, means=dict(zip(MEANS, means.unbind(), strict=True)))
 
@@ -88,7 +88,7 @@ def find_bounds(loss: BAPO, x: Tokens) -> controller.BapoBounds | None:
         return None
     grids = [_bits(v, device) for v in (*loss.c_high, loss.step_high, *loss.c_low, loss.step_low)]
     sizes = {"HIGH": max(16, triton.next_power_of_2(n_high)), "LOW": max(16, triton.next_power_of_2(n_low))}
-    config = config_for("bapo_sums", device)
+    config = find_config("bapo_sums", device)
     blocks = triton.cdiv(n, config.blocks["BLOCK"])
     steps = max(STEPS, triton.cdiv(blocks, PROGRAMS))
     programs = triton.cdiv(blocks, steps)
@@ -109,7 +109,7 @@ def find_bounds(loss: BAPO, x: Tokens) -> controller.BapoBounds | None:
             partials[:n_high, 0], partials[sizes["HIGH"] :][:n_low, 0] = grids_only.split([n_high, n_low])
         bapo_pick[(1,)](
             *(partials, partials.shape[1], *grids, n_high, n_low, _bits(loss.target, device), bounds),
-            **(config_for("bapo_pick", device).options | sizes),
+            **(find_config("bapo_pick", device).options | sizes),
             KIND=loss.contribution,
             HIGH_FIRST=loss.order == "high-first",
         )
@@ -123,10 +123,6 @@ def _inputs(x: Tokens) -> list[Tensor]:
 def _bits(value: float | Tensor, device: torch.device) -> int | Tensor:
     """A number as `number64` in the kernels reads it."""
     return value.to(device) if isinstance(value, Tensor) else struct.unpack("<q", struct.pack("<d", value))[0]
-
-
-def config_for(kernel: str, device: torch.device) -> Config:
-    return find_config(kernel, chip_family(device))
 
 
 class _Attach(torch.autograd.Function):

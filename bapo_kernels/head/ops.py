@@ -4,9 +4,9 @@ While a graph is traced nobody knows how many rows count: its tensors have all N
 tensors when the graph runs. It selects rows by number, does what an uncompiled call does, and puts the results back among N rows.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Inputs:
 
 
 # Of hidden (N, D), bias and the parts of the weight, in their dtypes; None where it is not wanted.
-Parts = tuple[Tensor | None, ...]
+InputGradients = tuple[Tensor | None, ...]
 
 
 def statistics(call: Call, inputs: Inputs) -> tuple[Statistics, Tensor | None]:
@@ -68,14 +68,14 @@ def gradients(
     score: Tensor | None,
     g_logprobs: Tensor | None,  # (N, P)
     g_entropy: Tensor | None,  # (N,)
-) -> Parts:
+) -> InputGradients:
     if is_traced(inputs.hidden):
         return _traced_gradients(call, inputs, needs, stats, score, g_logprobs, g_entropy)
     problem, hidden, weight, bias = call.problem, inputs.hidden, inputs.weight, inputs.bias
     counted = problem.selection
     g_logprobs, g_entropy = (None if g is None else counted.take(g) for g in (g_logprobs, g_entropy))
     coef = coefficients(problem.padding, stats, g_logprobs, g_entropy)
-    if score is not None and not _any(coef.entropy):
+    if score is not None and not _trains_entropy(coef.entropy):
         g = coef.probability[:, None]
         d_hidden = score.masked_fill(g == 0, 0.0).mul_(g)
         return counted.put(d_hidden.to(hidden.dtype)), None, *(None for _ in weight.parts)
@@ -109,75 +109,88 @@ def coefficients(
     return Coefficients.of(picked, None if g_entropy is None else g_entropy.to(stats.max.dtype).contiguous())
 
 
-def placed(sums: Gradients, rows: Selection, hidden: Tensor, bias: Tensor | None) -> Parts:
+def placed(sums: Gradients, rows: Selection, hidden: Tensor, bias: Tensor | None) -> InputGradients:
     """The gradients of hidden (N, D), bias and the parts of the weight, in their dtypes, from those of `rows` of hidden."""
     d_hidden = None if sums.hidden is None else rows.put(sums.hidden.to(hidden.dtype))
     return d_hidden, None if sums.bias is None or bias is None else sums.bias.to(bias.dtype), *sums.weight
 
 
-def _any(coefficient: Tensor | None) -> bool:
+def _trains_entropy(coefficient: Tensor | None) -> bool:
     return coefficient is not None and (is_captured(coefficient) or bool((coefficient != 0).any()))
 
 
 # An operator takes tensors, numbers and words. What there is none of comes back as a tensor of no element.
 
 
-def _arguments(call: Call, inputs: Inputs) -> tuple:
-    problem, spec = call.problem, call.problem.spec
-    assert problem.selection.mask is not None
-    return (
-        *(inputs.hidden, list(inputs.weight.parts), inputs.bias),
-        *(problem.selection.mask, problem.ids, problem.inv_temperature, problem.topk),
-        *(spec.vocab_size, spec.scale, spec.softcap),
-        *(call.backend.name, call.entropy, call.frozen, call.budget),
-    )
+class Operands(NamedTuple):
+    """A call and its inputs, as an operator takes them."""
+
+    hidden: Tensor
+    parts: list[Tensor]
+    bias: Tensor | None
+    mask: Tensor
+    ids: Tensor
+    inv_temperature: Tensor | None
+    topk: bool
+    vocab_size: int
+    scale: float
+    softcap: float | None
+    backend: str
+    entropy: bool
+    frozen: bool
+    budget: int
+
+    @classmethod
+    def of(cls, call: Call, inputs: Inputs) -> "Operands":
+        problem, spec = call.problem, call.problem.spec
+        assert problem.selection.mask is not None
+        tensors = inputs.hidden, list(inputs.weight.parts), inputs.bias, problem.selection.mask, problem.ids
+        logits = problem.inv_temperature, problem.topk, spec.vocab_size, spec.scale, spec.softcap
+        return cls(*tensors, *logits, call.backend.name, call.entropy, call.frozen, call.budget)
+
+    def compacted(self) -> tuple[Call, Inputs]:
+        """With the rows that count selected by number."""
+        selection = Selection.of(self.mask)
+        inv_temperature = self.inv_temperature
+        problem = Problem(
+            self.mask.shape,
+            selection,
+            selection.take(self.ids).contiguous(),
+            self.topk,
+            None if inv_temperature is None else selection.take(inv_temperature, fill=1),
+            LogitSpec(self.vocab_size, self.scale, self.softcap),
+            self.dtype,
+        )
+        weight = Weight(tuple(self.parts))
+        chosen = backends.choose(self.backend, self.hidden.device, self.hidden.dtype, weight.dtypes)
+        assert chosen is not None
+        call = Call(problem, chosen, self.entropy, self.frozen, self.budget)
+        return call, Inputs(self.hidden, weight, self.bias)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.hidden, *self.parts, self.bias)
 
 
-def _compacted(
-    hidden, parts, bias, mask, ids, inv_temperature, topk, vocab_size, scale, softcap, backend, entropy, frozen, budget
-) -> tuple[Call, Inputs]:  # fmt: skip
-    selection = Selection.of(mask)
-    problem = Problem(
-        mask.shape,
-        selection,
-        selection.take(ids).contiguous(),
-        topk,
-        None if inv_temperature is None else selection.take(inv_temperature, fill=1),
-        LogitSpec(vocab_size, scale, softcap),
-        accumulation_dtype(hidden, *parts, bias),
-    )
-    weight = Weight(tuple(parts))
-    chosen = backends.choose(backend, hidden.device, hidden.dtype, weight.dtypes)
-    assert chosen is not None
-    return Call(problem, chosen, entropy, frozen, budget), Inputs(hidden, weight, bias)
+OPERANDS = (
+    "Tensor hidden, Tensor[] parts, Tensor? bias, Tensor mask, Tensor ids, Tensor? inv_temperature, bool topk, "
+    "SymInt vocab_size, float scale, float? softcap, str backend, bool entropy, bool frozen, int budget"
+)
+SAVED = "Tensor maximum, Tensor log_sum, Tensor? entropies, Tensor picked, Tensor? score"
 
 
 def _traced_statistics(call: Call, inputs: Inputs) -> tuple[Statistics, Tensor | None]:
-    maximum, log_sum, entropy, picked, score = _statistics(*_arguments(call, inputs))
+    maximum, log_sum, entropy, picked, score = _statistics(*Operands.of(call, inputs))
     return Statistics(maximum, log_sum, entropy if call.entropy else None, picked), score if call.frozen else None
 
 
-@torch.library.custom_op("bapo_kernels::head_statistics", mutates_args=())
-def _statistics(
-    hidden: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    mask: Tensor,
-    ids: Tensor,
-    inv_temperature: Tensor | None,
-    topk: bool,
-    vocab_size: int,
-    scale: float,
-    softcap: float | None,
-    backend: str,
-    entropy: bool,
-    frozen: bool,
-    budget: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call, inputs = _compacted(
-        hidden, parts, bias, mask, ids, inv_temperature, topk,
-        vocab_size, scale, softcap, backend, entropy, frozen, budget,
-    )  # fmt: skip
+@torch.library.custom_op(
+    "bapo_kernels::head_statistics",
+    mutates_args=(),
+    schema=f"({OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _statistics(*given):
+    call, inputs = Operands(*given).compacted()
     stats, score = statistics(call, inputs)
     put, nothing = call.problem.selection.put, stats.max.new_zeros
     return (
@@ -185,20 +198,20 @@ def _statistics(
         put(stats.log_sum),
         nothing(0) if stats.entropy is None else put(stats.entropy),
         put(stats.picked),
-        nothing(0, hidden.shape[1]) if score is None else put(score),
+        nothing(0, inputs.hidden.shape[1]) if score is None else put(score),
     )
 
 
 @_statistics.register_fake
-def _(hidden, parts, bias, mask, ids, *rest):
-    entropy, frozen = rest[-3:-1]
-    rows, empty = hidden.shape[0], partial(hidden.new_empty, dtype=accumulation_dtype(hidden, *parts, bias))
+def _(*given):
+    x = Operands(*given)
+    (rows, width), empty = x.hidden.shape, partial(x.hidden.new_empty, dtype=x.dtype)
     return (
         empty(rows),
         empty(rows),
-        empty(rows if entropy else 0),
-        empty(ids.shape),
-        empty(rows if frozen else 0, hidden.shape[1]),
+        empty(rows if x.entropy else 0),
+        empty(x.ids.shape),
+        empty(rows if x.frozen else 0, width),
     )
 
 
@@ -210,42 +223,20 @@ def _traced_gradients(
     score: Tensor | None,
     g_logprobs: Tensor | None,
     g_entropy: Tensor | None,
-) -> Parts:
+) -> InputGradients:
     wanted = [needs.hidden, needs.bias, *needs.weight]
     saved = (stats.max, stats.log_sum, stats.entropy, stats.picked, score)
-    found = iter(_gradients(g_logprobs, g_entropy, *saved, wanted, *_arguments(call, inputs)))
+    found = iter(_gradients(g_logprobs, g_entropy, wanted, *saved, *Operands.of(call, inputs)))
     return tuple(next(found) if need else None for need in wanted)
 
 
-@torch.library.custom_op("bapo_kernels::head_gradients", mutates_args=())
-def _gradients(
-    g_logprobs: Tensor | None,
-    g_entropy: Tensor | None,
-    maximum: Tensor,
-    log_sum: Tensor,
-    entropies: Tensor | None,
-    picked: Tensor,
-    score: Tensor | None,
-    wanted: Sequence[bool],
-    hidden: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    mask: Tensor,
-    ids: Tensor,
-    inv_temperature: Tensor | None,
-    topk: bool,
-    vocab_size: int,
-    scale: float,
-    softcap: float | None,
-    backend: str,
-    entropy: bool,
-    frozen: bool,
-    budget: int,
-) -> list[Tensor]:
-    call, inputs = _compacted(
-        hidden, parts, bias, mask, ids, inv_temperature, topk,
-        vocab_size, scale, softcap, backend, entropy, frozen, budget,
-    )  # fmt: skip
+@torch.library.custom_op(
+    "bapo_kernels::head_gradients",
+    mutates_args=(),
+    schema=f"(Tensor? g_logprobs, Tensor? g_entropy, bool[] wanted, {SAVED}, {OPERANDS}) -> Tensor[]",
+)
+def _gradients(g_logprobs, g_entropy, wanted, maximum, log_sum, entropies, picked, score, *given):
+    call, inputs = Operands(*given).compacted()
     take = call.problem.selection.take
     stats = Statistics(maximum, log_sum, entropies, picked).map(take)
     needs = Needs(wanted[0], tuple(wanted[2:]), wanted[1])
@@ -254,6 +245,7 @@ def _gradients(
 
 
 @_gradients.register_fake
-def _(g_logprobs, g_entropy, maximum, log_sum, entropies, picked, score, wanted, hidden, parts, bias, *rest):
-    pairs = zip((hidden, bias, *parts), wanted, strict=True)
-    return [t.new_empty(t.shape) for t, need in pairs if need]
+def _(g_logprobs, g_entropy, wanted, maximum, log_sum, entropies, picked, score, *given):
+    x = Operands(*given)
+    pairs = zip((x.hidden, x.bias, *x.parts), wanted, strict=True)
+    return [t.new_empty(t.shape) for t, need in pairs if need and t is not None]

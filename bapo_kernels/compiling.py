@@ -30,9 +30,10 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
     outside = torch.compiler.disable(function)
     if not hasattr(torch._dynamo, "nonstrict_trace"):
         return outside  # the graph breaks there
-    returned = _tree(get_type_hints(function)["return"])
+    returned = _named_tuple_of(get_type_hints(function)["return"])
     optional = {name for name, parameter in signature(function).parameters.items() if parameter.default is None}
 
+    # A node has no room for None, groups and classes: groups go in by name, and out come plain lists, an empty one for None.
     @torch._dynamo.nonstrict_trace
     def node(*args, **kwargs):
         if "dp_group" in kwargs:
@@ -46,14 +47,13 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
         given: dict[str, Any] = {
             name: value for name, value in kwargs.items() if value is not None or name not in optional
         }
-        if "dp_group" in given:  # nor has it room for a group
+        if "dp_group" in given:
             given["dp_group"] = given["dp_group"].group_name
         return _named(node(*args, **given), returned)
 
     return call
 
 
-# A node has no room for None and for classes: what comes out of it is plain lists, and an empty one for None.
 def _plain(out: Any) -> Any:
     if isinstance(out, tuple):
         return [_plain(v) for v in out]
@@ -66,15 +66,15 @@ def _named(out: Any, tree: Any) -> Any:
     return tree[0](*map(_named, out, tree[1])) if out else None
 
 
-def _tree(hint: Any) -> tuple[type, list] | None:
+def _named_tuple_of(hint: Any) -> tuple[type, list] | None:
     """The named tuple of a type hint, and those of its fields."""
     for cls in (hint, *get_args(hint)):
         if hasattr(cls, "_fields"):
-            return cls, [_tree(field) for field in get_type_hints(cls).values()]
+            return cls, [_named_tuple_of(field) for field in get_type_hints(cls).values()]
     return None
 
 
-def as_fields(cls: type) -> None:
+def register_fields(cls: type) -> None:
     """Lets frozen dataclasses of numbers, words, tensors and None go into a node."""
     names = [f.name for f in fields(cls)]
 
@@ -82,10 +82,12 @@ def as_fields(cls: type) -> None:
         given = [name for name in names if getattr(x, name) is not None]
         return [getattr(x, name) for name in given], given
 
-    as_node(cls, flatten, lambda values, given: cls(**dict.fromkeys(names) | dict(zip(given, values, strict=True))))
+    register_node(
+        cls, flatten, lambda values, given: cls(**dict.fromkeys(names) | dict(zip(given, values, strict=True)))
+    )
 
 
-def as_node(cls: type, flatten: Callable, unflatten: Callable) -> None:
+def register_node(cls: type, flatten: Callable, unflatten: Callable) -> None:
     """Lets a class be an argument of a node: `flatten` gives its values and a constant, and `unflatten` takes them."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     register_pytree_node(cls, flatten, unflatten, serialized_type_name=name)
@@ -95,8 +97,8 @@ def group_named(name: Any):
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
-def likely(size: int) -> int:
-    """That of the run which a graph is traced for, where it may be another in later ones."""
+def traced_size(size: int) -> int:
+    """In the run that a graph is traced for; later runs may have another."""
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 

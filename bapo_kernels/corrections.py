@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import Validated
-from bapo_kernels.compiling import as_fields
+from bapo_kernels.compiling import register_fields
 from bapo_kernels.losses.base import Tokens, binary_kl, bounded_exp
 
 LEVELS = ("token", "sequence")
@@ -103,7 +103,7 @@ class KPop(Correction):
 
 
 for _cls in Correction.__subclasses__():
-    as_fields(_cls)
+    register_fields(_cls)
 
 
 def _check_band(correction: MaskedIS | IcePop) -> None:

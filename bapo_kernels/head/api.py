@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import check_flag
-from bapo_kernels.compiling import compilable, is_traced, likely
+from bapo_kernels.compiling import compilable, is_traced, traced_size
 from bapo_kernels.head import autograd, reference
 from bapo_kernels.head.backends import choose as choose_backend
 from bapo_kernels.head.backends import resolve_budget
@@ -67,7 +67,7 @@ class Head:
         """What the choice of an engine looks at."""
         problem, needs, traced = self.problem, self.needs, is_traced(self.hidden)
         # The engine of a graph that is compiled is the one for the tokens at hand: a guard on it would compile for other numbers anew.
-        tokens = likely(self.hidden.shape[0])
+        tokens = traced_size(self.hidden.shape[0])
         unmasked = 1.0 if traced else problem.selection.rows / max(tokens, 1)
         return Work.of(
             backend,

@@ -10,7 +10,7 @@ from inspect import signature
 from torch import Tensor
 
 from bapo_kernels import aggregation as agg
-from bapo_kernels.compiling import as_fields, as_node
+from bapo_kernels.compiling import register_fields, register_node
 from bapo_kernels.losses.bapo import BAPO
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 from bapo_kernels.losses.centering import ScoreCentering
@@ -25,7 +25,7 @@ _BUILT_IN = (
     Reinforce, DRO, ClipCov, KLCov,
 )  # fmt: skip
 for _cls in _BUILT_IN:
-    as_fields(_cls)
+    register_fields(_cls)
 _LOSSES: dict[str, Loss] = {cls.name: cls() for cls in _BUILT_IN}
 
 __all__ = [
@@ -101,7 +101,9 @@ def _parameters(loss: RegisteredLoss) -> tuple[list, tuple]:
     return [v for _, v in loss.parameters], (loss.name, *(k for k, _ in loss.parameters))
 
 
-as_node(RegisteredLoss, _parameters, lambda values, names: get(names[0], **dict(zip(names[1:], values, strict=True))))
+register_node(
+    RegisteredLoss, _parameters, lambda values, names: get(names[0], **dict(zip(names[1:], values, strict=True)))
+)
 
 
 def resolve(loss: str | Loss) -> Loss:

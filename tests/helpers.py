@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import bapo_kernels as bk
+from bapo_kernels.head.rows import Selection
 
 FUSED = ("torch", "cpu")
 BACKENDS = (*FUSED, "reference")
@@ -23,6 +24,11 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, high, shape, generator=generator(seed))
+
+
+def as_under_capture(monkeypatch) -> None:
+    """While a CUDA graph is captured rows are masked, as the host may not learn how many there are."""
+    monkeypatch.setattr(Selection, "of", classmethod(lambda cls, wanted: cls(wanted.shape[0], mask=wanted)))
 
 
 @dataclass

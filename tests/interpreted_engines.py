@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from engine_batches import pool_of
 from helpers import integers, normal
 
 import bapo_kernels as bk
@@ -91,7 +92,7 @@ def test_against_the_reference(loss, engine, dtype, design, monkeypatch):
     learns = ("hidden",) if engine == "frozen" else ("hidden", "weight", "bias")
     ours = {"backend": "triton", "engine": engine}
     if engine == "one-pass" and design == "gemm":
-        ours["memory_budget"] = budget_of_rows(16, dtype)
+        ours["memory_budget"] = pool_of(16, given, backend="triton")
     if design == "tile" and engine != "recompute":
         with pytest.raises(ValueError, match=f"engine='{engine}'.*does not keep"):
             run(given, None, learns, **options, **ours)
@@ -108,12 +109,6 @@ def test_against_the_reference(loss, engine, dtype, design, monkeypatch):
         assert (got[name].double() - expected).abs().max() <= allowed, name
 
 
-def budget_of_rows(rows: int, dtype: torch.dtype) -> int:
-    """With which the one-pass engine works in blocks of so many rows."""
-    size = {"loss": "dapo", "dtype": dtype, "backend": "triton", "engine": "one-pass", "memory_budget": 2**40}
-    return bk.plan(N, D, V, unmasked=rows / N, active=rows / N, **size).memory_bytes
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("design", ["gemm", "tile"])
 def test_scoring_sees_the_bits_of_training(design, dtype, monkeypatch):
@@ -127,7 +122,7 @@ def test_scoring_sees_the_bits_of_training(design, dtype, monkeypatch):
     given |= {"old_logprobs": scored}
     for engine in ENGINES if design == "gemm" else ENGINES[:1]:
         learns = ("hidden",) if engine == "frozen" else ("hidden", "weight", "bias")
-        budget = {"memory_budget": budget_of_rows(16, dtype)} if engine == "one-pass" else {}
+        budget = {"memory_budget": pool_of(16, given, backend="triton")} if engine == "one-pass" else {}
         out = run(given, None, learns, loss="dapo", backend="triton", engine=engine, **budget)
         assert torch.equal(out["logprobs"], scored), engine
 

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from engine_batches import ALL, HIDDEN, LEAVES, Result, assert_identical, batch, run
-from helpers import assert_bits
+from helpers import as_under_capture, assert_bits
 from torch import Tensor
 
 import bapo_kernels as bk
 from bapo_kernels.cli.check import Case, Shape, check
 from bapo_kernels.head.api import linear_logprobs
+from bapo_kernels.head.engines import Plan
 from bapo_kernels.head.rows import Selection
 from bapo_kernels.policy import linear_policy_loss
 
@@ -77,10 +78,12 @@ ENGINES = [
 engines = pytest.mark.parametrize(("engine", "learns"), ENGINES)
 
 
-def skip_unless_served(place: Place, engine: str, dtype: torch.dtype, learns=ALL, size=(150, 65, 1003)) -> None:
+def skip_unless_served(
+    place: Place, engine: str, dtype: torch.dtype, learns=ALL, size=(150, 65, 1003), memory_budget: int = 64 * GIB
+) -> Plan:
     """A design without an engine says so; that it refuses is tested elsewhere."""
     try:
-        bk.plan(
+        return bk.plan(
             *size,
             loss="dapo",
             dtype=dtype,
@@ -88,7 +91,7 @@ def skip_unless_served(place: Place, engine: str, dtype: torch.dtype, learns=ALL
             backend=place.backend,
             engine=engine,
             weight_grad=learns[1],
-            memory_budget=64 * GIB,
+            memory_budget=memory_budget,
         )
     except ValueError as reason:
         pytest.skip(str(reason))
@@ -291,7 +294,7 @@ def replayed(place: Place, args: dict, fresh: dict, monkeypatch) -> Result:
                     t.copy_(fresh[name])
 
     if place.device == "cpu":
-        monkeypatch.setattr(Selection, "of", classmethod(lambda cls, wanted: cls(wanted.shape[0], mask=wanted)))
+        as_under_capture(monkeypatch)
         refill()
         out = step()
         monkeypatch.undo()
@@ -363,9 +366,10 @@ def test_another_device_than_the_current_one(place, engine, learns):
             torch.testing.assert_close(got.tensors()[name].to(t.device), t, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-@everywhere
+@on_gpus
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["with breaks", "fullgraph"])
 def test_compiled_equals_eager(place, fullgraph):
+    """The same on a CPU, and much more, is in test_compile.py."""
     args = place.move(batch("dapo", dtype=torch.float32))
     args.pop("loss")
 
@@ -392,11 +396,8 @@ def test_compiled_equals_eager(place, fullgraph):
 @pytest.mark.parametrize("budget", [256 * MIB, GIB])
 def test_memory_is_what_the_plan_says(place, engine, learns, budget, as_users_run_it):
     n, d, v, dtype = 4096, 512, 64000, torch.bfloat16
+    plan = skip_unless_served(place, engine, dtype, learns, (n, d, v), budget)
     given = {"loss": "dapo", "backend": place.backend, "engine": engine, "memory_budget": budget}
-    try:
-        plan = bk.plan(n, d, v, dtype=dtype, device="cuda", weight_grad=learns[1], **given)
-    except ValueError as reason:
-        pytest.skip(str(reason))
     hidden = torch.randn(n, d, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn(v, d, device="cuda", dtype=dtype).div_(d**0.5).requires_grad_(learns[1])
     targets, advantages = torch.randint(v, (n,), device="cuda"), torch.randn(n, device="cuda")

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from engine_batches import LOSSES, batch
-from helpers import normal
+from helpers import as_under_capture, normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bapo_kernels as bk
 from bapo_kernels import checks, layout, topk
 from bapo_kernels.head import inputs
-from bapo_kernels.head.rows import Selection
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.repeat_interleave, aten._unique2}
@@ -37,7 +36,7 @@ def captured(request, monkeypatch) -> bool:
     for module in (inputs, layout, topk, checks):
         monkeypatch.setattr(module, "values_are_checked", lambda device: False)
     if request.param:
-        monkeypatch.setattr(Selection, "of", classmethod(lambda cls, wanted: cls(wanted.shape[0], mask=wanted)))
+        as_under_capture(monkeypatch)
     return request.param
 
 

@@ -7,11 +7,13 @@ from bapo_kernels.head.chunked import LogitSpec, Rows, Slice
 from bapo_kernels.launching import Config, find_config
 
 
-def config_for(kernel: str, rows: Rows, part: Slice) -> Config:
-    """From the table, for these tensors."""
+def config_for(kernel: str, rows: Rows, part: Slice, spec: LogitSpec, descriptors: bool = False) -> Config:
+    """From the table, for these tensors; `descriptors` copy whole blocks of them."""
     hidden, weight = rows.hidden, part.weight
-    whole = hidden.shape[1] % 16 == 0 and hidden.stride(1) == weight.stride(1) == 1
-    return find_config(kernel, hidden.device, hidden.dtype, "" if whole else "ragged")
+    whole = descriptors or (hidden.shape[1] % 16 == 0 and hidden.stride(1) == weight.stride(1) == 1)
+    present = {"ragged": not whole, "softcap": spec.softcap is not None}
+    features = frozenset(name for name, is_there in present.items() if is_there)
+    return find_config(kernel, hidden.device, hidden.dtype, features)
 
 
 def scalars(spec: LogitSpec, acc: torch.dtype):

@@ -24,7 +24,7 @@ class TritonEpilogues:
         n, w = z.shape
         if n == 0:
             return
-        config = self.configs.get("fold_rows") or config_for("fold_rows", rows, part)
+        config = self.configs.get("fold_rows") or config_for("fold_rows", rows, part, spec)
         with on(z.device):
             fold_rows[(triton.cdiv(n, config.blocks["BN"]),)](
                 *(z, part.bias, rows.inv_temperature, rows.ids, state.max, state.sum, state.spread, state.picked),
@@ -38,7 +38,7 @@ class TritonEpilogues:
         (n, w), ids = z.shape, rows.ids.shape[1]
         if n == 0:
             return
-        config = self.configs.get("dlogits_rows") or config_for("dlogits_rows", rows, part)
+        config = self.configs.get("dlogits_rows") or config_for("dlogits_rows", rows, part, spec)
         with on(z.device):
             dlogits_rows[(triton.cdiv(n, config.blocks["BN"]) * triton.cdiv(w, config.blocks["BV"]),)](
                 *(z, part.bias, rows.inv_temperature, rows.ids if ids else None),
@@ -62,7 +62,7 @@ def add_recorded(
 ) -> None:
     """Add what the recorded ids, those after the target, give to the gradient `out` of a tile of products."""
     (n, w), ids = out.shape, rows.ids.shape[1]
-    config = configs.get("scatter_grad") or config_for("scatter_grad", rows, part)
+    config = configs.get("scatter_grad") or config_for("scatter_grad", rows, part, spec)
     slope = logit_slope(stats.picked, spec, rows.inv_temperature)
     picked_grad = coef.picked if slope is None else coef.picked * slope
     with on(out.device):

@@ -94,7 +94,7 @@ class TileBackend:
     ) -> Config:
         if kernel in self.configs:
             return self.configs[kernel]
-        config = config_for(kernel, rows, part)
+        config = config_for(kernel, rows, part, spec, self._by_descriptors(rows, part))
         return config if launch is None else tuned(kernel, config, rows, part, spec, launch)
 
     def _by_descriptors(self, rows: Rows, part: Slice) -> bool:

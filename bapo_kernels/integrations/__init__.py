@@ -1,0 +1,1 @@
+"""In the trainers people use: a module for each, imported by those who use that trainer."""

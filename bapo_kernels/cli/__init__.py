@@ -19,10 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add_parser(commands)
     bench.add_parser(commands)
     commands.add_parser("env", help="versions, devices and usable backends, for a bug report")
-    words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["bench"]:
-        return bench.run(words[1:])
-    arguments = parser.parse_args(words)
+    arguments, others = parser.parse_known_args(argv)
+    if arguments.command == "bench":
+        return bench.run(arguments.gpu, others)
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         if arguments.command == "check":
             return check.run(arguments)

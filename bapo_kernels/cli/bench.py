@@ -14,12 +14,13 @@ Runs benchmarks/run.py of the source tree, or benchmarks/gpu.py with --gpu; all 
 
 
 def add_parser(commands) -> None:
-    """For the list of commands only: what follows `bench` is read here and by the scripts."""
-    commands.add_parser("bench", help=HELP, add_help=False)
+    """All but `--gpu` is read by the scripts."""
+    parser = commands.add_parser("bench", help=HELP, add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu", action="store_true")
 
 
-def run(arguments: Sequence[str]) -> int:
-    script = FOLDER / ("gpu.py" if "--gpu" in arguments else "run.py")
+def run(gpu: bool, others: Sequence[str]) -> int:
+    script = FOLDER / ("gpu.py" if gpu else "run.py")
     if not script.exists():
         print(
             f"bench needs the folder benchmarks/ of the source tree, and {FOLDER} is not there: "
@@ -27,7 +28,6 @@ def run(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    rest = [word for word in arguments if word != "--gpu"]
-    if "-h" in rest or "--help" in rest:
+    if "-h" in others or "--help" in others:
         print(USAGE, flush=True)
-    return subprocess.run([sys.executable, str(script), *rest]).returncode
+    return subprocess.run([sys.executable, str(script), *others]).returncode

@@ -44,7 +44,7 @@ bench: $(INSTALLED)  ## Beside other packages on this CPU (an hour; BENCH_ARGS=-
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS) --plot
 
 # It needs a CUDA (or ROCm) build of torch: on Linux, what PyPI has.
-gpu: $(INSTALLED)  ## On a GPU machine: tests, checks, timings and report in 8 minutes (GPU_ARGS="--budget 200")
+gpu: $(INSTALLED)  ## On a GPU machine: tests, checks, timings and report (GPU_ARGS="--budget 200")
 	-$(PIP) install --no-deps -c constraints.txt verl
 	$(BIN)/python -m bapo_kernels bench --gpu $(GPU_ARGS)
 

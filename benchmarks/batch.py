@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,21 @@ HEADS = {  # hidden size, vocabulary
 }
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     tokens: int
     hidden: int
     vocab: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Size":
+        """Of "8192x4096x151936"."""
+        size = cls(*map(int, text.split("x")))
+        if min(size) < 1:
+            raise ValueError(f"no size: {text!r}")
+        return size
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,11 @@ PATTERNS = {
     "rl": Pattern(0.7, 0.25),
     "rl-frozen": Pattern(0.7, 0.25, frozen=True),
 }
-SCORE = Pattern(1.0, 0.0)  # log-probs and no gradient
+ALL_PATTERNS = {  # on a GPU
+    **PATTERNS,
+    "busy": Pattern(0.7, 0.49),
+    "score": Pattern(1.0, 0.0),  # log-probs and no gradient
+}
 
 
 class Batch:

@@ -6,11 +6,12 @@ A name may end in " compact": the rows that do not count are dropped before the 
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 from batch import CLIP_HIGH, CLIP_LOW, Batch, dapo
@@ -106,20 +107,10 @@ def scorer(name: str) -> Logprobs:
     return LOGPROBS[name]()
 
 
-@contextmanager
-def design_of(name: str) -> Iterator[None]:
+def design_of(name: str) -> AbstractContextManager:
     """The design is the environment's, read in each call."""
     chosen = [w for w in name.split() if w in DESIGNS and name.startswith(OURS)]
-    before = os.environ.get(DESIGN)
-    if chosen:
-        os.environ[DESIGN] = chosen[0]
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(DESIGN, None)
-        else:
-            os.environ[DESIGN] = before
+    return mock.patch.dict(os.environ, {DESIGN: chosen[0]} if chosen else {})
 
 
 def on_logprobs(logprobs_of: Logprobs, batch: Batch) -> Tensor:
@@ -182,7 +173,7 @@ def torch_linear_cross_entropy() -> Logprobs:
 
 
 def trl() -> Logprobs:
-    """As `trl.trainer.utils.add_fused_lm_head` calls it on a CPU: all rows. (On a GPU it drops rows first: "trl compact".)"""
+    """The call of `trl.trainer.utils.add_fused_lm_head`, with all rows. (On a GPU rows are dropped before it: "trl compact".)"""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as COLUMNS
 
@@ -193,7 +184,7 @@ def trl() -> Logprobs:
 
 
 def verl() -> Logprobs:
-    """`impl_backend="torch"` is the one for CPUs. The entropy beside the log-probs is always computed there."""
+    """Its chunks of plain PyTorch, for CPUs and GPUs ("verl kernel": its own kernels). Entropy is always computed there too."""
     head = _verl_file("utils/experimental/torch_functional.py").FusedLinearForPPO(chunk_size=512, impl_backend="torch")
     return lambda h, w, t: head(h, w, t)[0]
 

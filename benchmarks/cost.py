@@ -17,33 +17,28 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import report
-from gpu_report import ALL_PATTERNS, GpuRow, gemm_rate, of_run
+from batch import ALL_PATTERNS
+from contestants import DESIGNS
+from gpu_report import GpuRow, gemm_rate, of_run
 
 from bapo_kernels.head.chunked import slice_edges
 
-MEASURED, ASSUMED = "measured", "assumed"
 POOL = 4096  # tokens whose products the one-pass engine keeps
 # Instructions of the epilogue of a 128 x 256 tile: so many cycles, on 132 multiprocessors at 1.75 GHz.
 EPILOGUE = 4500 / (128 * 256) / 132 / 1.75e9
 TILE_SHARE = 0.87  # of a GEMM's rate that a Triton tile reaches where nothing is known of the chip
-DESIGNS = ("gemm", "tile")
-
-
-class Rate(NamedTuple):
-    value: float
-    origin: str
 
 
 @dataclass(frozen=True)
 class Chip:
     name: str
-    gemm: Rate  # FLOP/s of the vendor's 16-bit GEMMs at the head's shapes
-    tile: Rate  # of a fused Triton tile's main loop
-    bandwidth: Rate  # bytes/s of a copy, read and written
-    epilogue: Rate  # seconds for each logit, beside the main loop of a tile
+    gemm: float  # FLOP/s of the vendor's 16-bit GEMMs at the head's shapes
+    tile: float  # of a fused Triton tile's main loop
+    bandwidth: float  # bytes/s of a copy, read and written
+    epilogue: float = EPILOGUE  # seconds for each logit, beside the main loop of a tile
+    measured: tuple[str, ...] = ()  # of these rates; the others are assumed
 
     @classmethod
     def of_rows(cls, rows: list[GpuRow]) -> "Chip | None":
@@ -53,20 +48,22 @@ class Chip:
         if gemm is None or not copies:
             return None
         known = find(rates[-1].card)
-        share = known.tile.value / known.gemm.value if known else TILE_SHARE
-        epilogue = known.epilogue if known else Rate(EPILOGUE, ASSUMED)
-        tile = Rate(share * gemm, ASSUMED)
-        return cls(rates[-1].card, Rate(gemm, MEASURED), tile, Rate(max(copies), MEASURED), epilogue)
+        share = known.tile / known.gemm if known else TILE_SHARE
+        epilogue = known.epilogue if known else EPILOGUE
+        return cls(rates[-1].card, gemm, share * gemm, max(copies), epilogue, measured=("gemm", "bandwidth"))
+
+    def origin(self, rate: str) -> str:
+        return "measured" if rate in self.measured else "assumed"
 
 
-# H200: the copy is measured; so are 790 TFLOP/s for an 8192^3 GEMM, of which the products of a head reach less (745, implied by a published
-# time of 17.33 ms for three passes at 4096 x 4096 x 128256). The others follow from published times of other packages in the same way.
+# Assumed rates are implied by published times of other packages. On an H200, 790 TFLOP/s are measured for an 8192^3 GEMM, of which the
+# products of a head reach less: 745, implied by 17.33 ms for three passes at 4096 x 4096 x 128256. The others follow in the same way.
 # B200's tiles overlap their epilogue with the next tile, the others do not.
 CHIPS = {
-    "h100": Chip("H100", Rate(715e12, ASSUMED), Rate(620e12, ASSUMED), Rate(2.9e12, ASSUMED), Rate(EPILOGUE, ASSUMED)),
-    "h200": Chip("H200", Rate(745e12, ASSUMED), Rate(650e12, ASSUMED), Rate(4.3e12, MEASURED), Rate(EPILOGUE, ASSUMED)),
-    "b200": Chip("B200", Rate(1630e12, ASSUMED), Rate(1300e12, ASSUMED), Rate(7e12, ASSUMED), Rate(0.0, ASSUMED)),
-    "a100": Chip("A100", Rate(250e12, ASSUMED), Rate(217e12, ASSUMED), Rate(1.7e12, ASSUMED), Rate(EPILOGUE, ASSUMED)),
+    "h100": Chip("H100", 715e12, 620e12, 2.9e12),
+    "h200": Chip("H200", 745e12, 650e12, 4.3e12, measured=("bandwidth",)),
+    "b200": Chip("B200", 1630e12, 1300e12, 7e12, epilogue=0.0),
+    "a100": Chip("A100", 250e12, 217e12, 1.7e12),
 }
 
 
@@ -130,10 +127,10 @@ class Cost:
 
     def seconds(self, chip: Chip) -> float:
         return (
-            self.gemm / chip.gemm.value
-            + self.tile / chip.tile.value
-            + self.epilogue * chip.epilogue.value
-            + (self.streamed + self.summed / 2) / chip.bandwidth.value
+            self.gemm / chip.gemm
+            + self.tile / chip.tile
+            + self.epilogue * chip.epilogue
+            + (self.streamed + self.summed / 2) / chip.bandwidth
         )
 
 
@@ -202,8 +199,7 @@ def scoring(s: Step) -> Iterator[tuple[str, Cost]]:
 
 def break_even(chip: Chip, hidden: int) -> float:
     """FLOP/s that a fused tile has to sustain, epilogue included, to beat a GEMM that leaves its tile to a fold."""
-    gemm = chip.gemm.value
-    return gemm / (1 + 2 * gemm / (hidden * chip.bandwidth.value))
+    return chip.gemm / (1 + 2 * chip.gemm / (hidden * chip.bandwidth))
 
 
 def table(chip: Chip, s: Step, measured: dict[tuple[str, str], float]) -> tuple[list[str], list[list[str]]]:
@@ -227,13 +223,13 @@ def table(chip: Chip, s: Step, measured: dict[tuple[str, str], float]) -> tuple[
 
 
 def measured_times(rows: list[GpuRow], s: Step) -> dict[tuple[str, str], float]:
-    """Of this shape, and of patterns with these shares."""
+    """Of this shape, and of patterns with these shares; a score does not hang on how many have a gradient."""
     found: dict[tuple[str, str], float] = {}
     for row in rows:
         if row.section != "timings" or not row.seconds or not row.model or row.shape != (s.tokens, s.hidden, s.vocab):
             continue
         pattern, scored = ALL_PATTERNS[row.pattern], row.pattern == "score"
-        if (pattern.counted, 1.0 if scored else pattern.with_gradient) == (s.unmasked, s.active):
+        if pattern.counted == s.unmasked and (scored or pattern.with_gradient == s.active):
             part = "scoring" if scored else "frozen" if pattern.frozen else "trained"
             found[part, row.model] = min(row.seconds, found.get((part, row.model), row.seconds))
     return found
@@ -257,7 +253,8 @@ def main() -> int:
     if a.results and a.chip:
         parser.error("--chip and --results both name a chip")
     s = Step(a.tokens, a.hidden, a.vocab, a.unmasked, active)
-    rows = of_run(report.read(a.results, GpuRow)) if a.results else []
+    rows = report.read(a.results, GpuRow) if a.results else []
+    rows = rows and of_run(rows, rows[-1].card, rows[-1].commit)
     chip = Chip.of_rows(rows) if a.results else CHIPS[a.chip or "h200"]
     if chip is None:
         parser.error(f"{a.results} holds no measured rates: run the section env of benchmarks/gpu.py")
@@ -266,9 +263,9 @@ def main() -> int:
     print(f"{s.active:.0%} have a gradient. A prediction, not a measurement.\n")
     print(report.table(head, body) if a.markdown else report.aligned(head, body))
     print(
-        f"\nRates of {chip.name}: GEMM {chip.gemm.value / 1e12:.0f} TFLOP/s ({chip.gemm.origin}), Triton tile "
-        f"{chip.tile.value / 1e12:.0f} TFLOP/s ({chip.tile.origin}), {chip.bandwidth.value / 1e12:.1f} TB/s "
-        f"({chip.bandwidth.origin}). A tile wins above {break_even(chip, s.hidden) / 1e12:.0f} TFLOP/s."
+        f"\nRates of {chip.name}: GEMM {chip.gemm / 1e12:.0f} TFLOP/s ({chip.origin('gemm')}), Triton tile "
+        f"{chip.tile / 1e12:.0f} TFLOP/s ({chip.origin('tile')}), {chip.bandwidth / 1e12:.1f} TB/s "
+        f"({chip.origin('bandwidth')}). A tile wins above {break_even(chip, s.hidden) / 1e12:.0f} TFLOP/s."
     )
     return 0
 

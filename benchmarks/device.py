@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 from batch import Size
-from measure import cpu_model, seconds, version
+from measure import cpu_model, seconds, versions
+from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
 COLD = 256 * 2**20  # bytes written between measurements: more than any L2 cache holds
@@ -54,9 +55,7 @@ def facts(device: torch.device, commit: str = "") -> dict[str, str]:
     card, driver = f"cpu: {cpu_model()}", ""
     if device.type == "cuda":
         card, driver = torch.cuda.get_device_name(device), smi().get("driver_version", "")
-    packages = {"triton": "triton", "liger": "liger-kernel", "trl": "trl", "verl": "verl"}
-    versions = {name: version(package) for name, package in packages.items()}
-    return {"card": card, "driver": driver, "commit": commit or revision(), "torch": torch.__version__, **versions}
+    return {"card": card, "driver": driver, "commit": commit or revision(), **versions()}
 
 
 def smi() -> dict[str, str]:
@@ -90,31 +89,25 @@ def revision() -> str:
     return "+".join(part for part in (commit, digest.hexdigest()[:7]) if part)
 
 
-def gemms(
-    device: torch.device, dtype: torch.dtype, size: Size, columns: int, square: int
-) -> Iterator[tuple[str, float]]:
-    """FLOP/s of bare products, the best that this card's library does with the operands of a head; logits and sums in fp32."""
+def gemms(device: torch.device, size: Size, columns: int, square: int) -> Iterator[tuple[str, float]]:
+    """FLOP/s of bare bf16 products, the best that this card's library does with the operands of a head; logits and sums in fp32."""
 
-    def rate(flop: float, product: Callable[[], object]) -> float:
-        return flop / repeated(device, product)
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
-    def operands(n: int, k: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(torch.randn(s, device=device, dtype=dtype) for s in ((n, k), (k, m)))  # type: ignore[return-value]
-
-    def wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if device.type == "cuda" and dtype != torch.float32:
+    def wide(a: Tensor, b: Tensor) -> Tensor:
+        if device.type == "cuda":
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.mm(a, b).float()  # a CPU has no such product
 
-    a, b = operands(square, square, square)
-    yield f"mm {square}", rate(2 * square**3, lambda: a @ b)
+    a, b = matrix(square, square), matrix(square, square)
+    yield f"mm {square}", 2 * square**3 / repeated(device, lambda: a @ b)
     n, d, v = size.tokens, size.hidden, min(columns, size.vocab)
-    h, wt = operands(n, d, v)
+    h, wt, dz, w = matrix(n, d), matrix(d, v), matrix(n, v), matrix(v, d)
     flop = 2 * n * d * v
-    yield "head: logits to fp32", rate(flop, lambda: wide(h, wt))
-    dz, w = operands(n, v, d)
-    yield "head: d_hidden to fp32", rate(flop, lambda: wide(dz, w))
-    yield "head: d_weight to fp32", rate(flop, lambda: wide(dz.t(), h))
+    yield "head: logits to fp32", flop / repeated(device, lambda: wide(h, wt))
+    yield "head: d_hidden to fp32", flop / repeated(device, lambda: wide(dz, w))
+    yield "head: d_weight to fp32", flop / repeated(device, lambda: wide(dz.t(), h))
 
 
 def copy_rate(device: torch.device, size: int) -> float:

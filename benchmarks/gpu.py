@@ -1,4 +1,4 @@
-"""Everything there is to know on a GPU machine, in one run of a few minutes: is it right, and how fast is it beside what it should be?
+"""Everything there is to know on a GPU machine, within 450 s of measuring (--budget): is it right, and how fast beside what it should be?
 
     python benchmarks/gpu.py                             # or: bapo-kernels bench --gpu, or: make gpu
     python benchmarks/gpu.py --section env,timings       # some of it
@@ -38,20 +38,21 @@ sys.path.insert(0, str(ROOT))  # where the package is not installed
 import gpu_report  # noqa: E402
 import report  # noqa: E402
 import torch  # noqa: E402
+from arguments import parser_of, sizes, some_of  # noqa: E402
 from batch import Size  # noqa: E402
 from contestants import ON_GPU, OURS, SCORING_ON_GPU  # noqa: E402
 from device import copy_rate, facts, gemms, installed, smi  # noqa: E402
-from gpu_report import ABSENT, DONE, FAILED, NOT_RUN, SETTLED, GpuRow  # noqa: E402
+from gpu_report import ABSENT, DONE, FAILED, NOT_RUN, SETTLED, TOLERANCES, GpuRow, of_run  # noqa: E402
 
-SIZES = ("8192x4096x151936", "8192x2048x151936", "8192x8192x151936")
-SIZES += ("8192x4096x131072", "8192x2048x131072", "8192x8192x131072")
-QUICK_SIZES = ("48x32x2000", "40x64x1000")
-AGREEMENT, QUICK_AGREEMENT = "512x256x8000", "40x32x1500"
+from bapo_kernels.head.chunked import MAX_COLUMNS_GPU  # noqa: E402
+
+SIZES = [Size(8192, hidden, vocab) for vocab in (151936, 131072) for hidden in (4096, 2048, 8192)]
+QUICK_SIZES = [Size(48, 32, 2000), Size(40, 64, 1000)]
+AGREEMENT, QUICK_AGREEMENT = Size(512, 256, 8000), Size(40, 32, 1500)
 # Seconds that a section may take, of a budget of BUDGET; the timings take what is left.
 BUDGET = 450
 LIMITS = {"tests": 120, "sanitizer": 45, "check": 60, "agreement": 45}
 LEAST = 8  # seconds, below which nothing is started
-MARK = "pytest.mark.gpu"
 RESTARTS = 3  # of a process of timings that died
 
 
@@ -65,18 +66,15 @@ class Run:
         self.out: Path = a.out or HERE / "results" / f"{slug(self.known['card'], a)}.csv"
         # What was not run shall be now.
         sections = [*a.section, *(["rates"] if "env" in a.section else [])]
-        self.earlier = report.read(self.out, GpuRow) if self.out.exists() else []
-        kept = [r for r in self.earlier if r.result != NOT_RUN or r.section not in sections or not self.mine(r)]
-        if len(kept) < len(self.earlier):
+        if missing := [r for r in self.rows if r.result == NOT_RUN and r.section in sections]:
+            kept = [r for r in report.read(self.out, GpuRow) if r not in missing]
             self.out.unlink()
             report.save(self.out, kept)
 
-    def mine(self, row: GpuRow) -> bool:
-        return (row.card, row.commit) == (self.known["card"], self.known["commit"])
-
     @property
     def rows(self) -> list[GpuRow]:
-        return [r for r in report.read(self.out, GpuRow) if self.mine(r)] if self.out.exists() else []
+        rows = report.read(self.out, GpuRow) if self.out.exists() else []
+        return of_run(rows, self.known["card"], self.known["commit"])
 
     @property
     def left(self) -> float:
@@ -166,11 +164,11 @@ def env(run: Run) -> None:
     if not run.settled(card):
         card.reason = described(run.device)
         run.save(card)
-    first, quick = Size(*map(int, run.a.sizes[0].split("x"))), run.a.quick
     if run.settled(run.row("rates", "copy")):
         return
-    dtype = torch.bfloat16
-    for what, rate in gemms(run.device, dtype, first, columns=512 if quick else 8192, square=64 if quick else 8192):
+    first, quick = run.a.sizes[0], run.a.quick
+    columns, square = (512, 64) if quick else (MAX_COLUMNS_GPU, 8192)
+    for what, rate in gemms(run.device, first, columns, square):
         run.save(run.row("rates", what, tflops=rate / 1e12, dtype="bfloat16"))
     run.save(run.row("env", "clocks under load", reason=described(run.device)))
     run.save(run.row("rates", "copy", gbs=copy_rate(run.device, 2**20 if quick else 2**31) / 1e9))
@@ -195,11 +193,10 @@ def tests(run: Run) -> None:
         row = run.row("tests", "pytest -m gpu", result=ABSENT, reason="pytest is not installed")
         save_if(run, None if run.settled(row) else row)
         return
-    # Named, since collecting all the others takes a while, and packages that these have no need of.
-    marked = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("test_*.py")) if MARK in p.read_text()]
     workers = ["-n", "4"] if installed("xdist") and run.device.type == "cuda" else []
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *workers, *marked]
-    save_if(run, run.command("tests", "pytest -m gpu", command, run.limit("tests")))
+    # The file is named, since collecting all the others takes a while, and packages that this one has no need of.
+    command = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    save_if(run, run.command("tests", "pytest -m gpu", [*command, *workers], run.limit("tests")))
 
 
 def sanitizer(run: Run) -> None:
@@ -247,30 +244,31 @@ def autotune(run: Run) -> None:
         raced(run, "autotune", run.a.sizes, "full,score", [f"{OURS} recompute tile", f"{OURS} tile"])
 
 
-def raced(run: Run, section: str, sizes: list[str], patterns: str, contestants: list[str]) -> None:
+def raced(run: Run, section: str, sizes: list[Size], patterns: str, contestants: list[str]) -> None:
     """In a process of its own, started again where a contestant took it down."""
     everyone = run.row(section, "all contestants", result=NOT_RUN, reason="no time left")
     stop = time.monotonic() + run.limit(section)
     again = run.a.again
+    given = {
+        "section": section,
+        "sizes": ",".join(map(str, sizes)),
+        "patterns": patterns,
+        "contestants": ",".join(contestants),
+        "out": run.out,
+        "commit": run.known["commit"],
+        "device": run.device.type,
+        "dtype": run.a.dtype,
+        "repeats": run.a.repeats,
+    }
     for _ in range(RESTARTS):
         left = stop - time.monotonic()
         if left < LEAST:
             run.save(everyone)
             return
-        command = [sys.executable, str(HERE / "timings.py"), "--section", section, "--sizes", ",".join(sizes)]
-        command += ["--patterns", patterns, "--contestants", ",".join(contestants), "--out", str(run.out)]
-        command += [
-            "--commit",
-            run.known["commit"],
-            "--device",
-            run.device.type,
-            "--dtype",
-            run.a.dtype,
-            "--repeats",
-            str(run.a.repeats),
-        ]
         # The last measurement may begin when the time is over, and the process has to start.
-        command += ["--seconds", f"{max(left - 5, 1):.0f}", *(["--again"] if again else [])]
+        seconds = f"{max(left - 5, 1):.0f}"
+        flags = [f"--{name}={value}" for name, value in {**given, "seconds": seconds}.items()]
+        command = [sys.executable, str(HERE / "timings.py"), *flags, *(["--again"] if again else [])]
         sys.stdout.flush()
         code = finished(subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True), left + 20)
         if code == 0:
@@ -333,16 +331,13 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    def several(text: str) -> list[str]:
-        return [word.strip() for word in text.split(",") if word.strip()]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, SECTIONS)
     add = parser.add_argument
-    add("--section", type=several, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}; default: all")
     add("--budget", type=float, default=BUDGET, help=f"seconds; default: {BUDGET}")
-    add("--sizes", type=several, help=f"tokens x hidden x vocab; default: {','.join(SIZES)}")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    add("--contestants", type=several, default=[], help="of the agreement and the timings; default: all")
+    add("--sizes", type=sizes, help=f"tokens x hidden x vocab; default: {','.join(map(str, SIZES))}")
+    add("--dtype", default="bfloat16", choices=TOLERANCES)
+    everyone = list(dict.fromkeys(ON_GPU + SCORING_ON_GPU))
+    add("--contestants", type=some_of(everyone), default=[], help="of the agreement and the timings; default: all")
     add("--repeats", type=int, help="turns that count; default: 5")
     add("--again", action="store_true", help="measure what is in the CSV too")
     add("--autotune", action="store_true", help="also with the tile configurations searched for on this card")
@@ -350,15 +345,8 @@ def parse() -> argparse.Namespace:
     add("--quick", action="store_true", help="tiny sizes: does it run?")
     add("--out", type=Path, help="CSV; default: benchmarks/results/<card>.csv")
     a = parser.parse_args()
-    if unknown := [s for s in a.section if s not in SECTIONS]:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(SECTIONS)}")
     a.section = [s for s in SECTIONS if s in a.section]  # in their order
-    a.sizes = a.sizes or list(QUICK_SIZES if a.quick else SIZES)
-    if unknown := [n for n in a.contestants if n not in ON_GPU + SCORING_ON_GPU]:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(dict.fromkeys(ON_GPU + SCORING_ON_GPU))}")
-    for size in a.sizes:
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", size):
-            parser.error(f"{size!r} is not tokens x hidden x vocab, as {SIZES[0]}")
+    a.sizes = a.sizes or (QUICK_SIZES if a.quick else SIZES)
     a.repeats = a.repeats or (2 if a.quick else 5)
     return a
 

@@ -13,9 +13,9 @@ def figure(rows: list[GpuRow], out: Path) -> Iterator[Path]:
     """Beside the CSV `out`."""
     timed = [r for r in rows if r.section == "timings" and r.pattern]
     with plt.rc_context(STYLE):
-        sizes = list(dict.fromkeys(r.shape for r in timed if r.seconds))
-        if sizes:
-            yield contest([r for r in timed if r.shape == sizes[0]], out.with_suffix(".png"))
+        heads = [(r.shape, r.dtype) for r in timed if r.seconds]
+        if heads:
+            yield contest([r for r in timed if (r.shape, r.dtype) == heads[0]], out.with_suffix(".png"))
         if any(r.predicted and r.seconds for r in timed):
             yield predictions(timed, out.with_name(f"{out.stem}-predicted.png"))
 
@@ -56,17 +56,17 @@ def predictions(rows: list[GpuRow], path: Path) -> Path:
     points = [r for r in rows if r.predicted and r.seconds and r.contestant.startswith(OURS)]
     names = [f"{r.pattern}: {r.contestant}" for r in in_order(points)]
     names = list(dict.fromkeys(names))
-    sizes = list(dict.fromkeys(r.shape for r in points))
+    heads = list(dict.fromkeys((r.shape, r.dtype) for r in points))
     whole, ax = plt.subplots(figsize=(7.5, 0.24 * len(names) + 1.4), layout="constrained")
-    for i, size in enumerate(sizes):
-        mine = [r for r in points if r.shape == size]
+    for i, (size, dtype) in enumerate(heads):
+        mine = [r for r in points if (r.shape, r.dtype) == (size, dtype)]
         ax.scatter(
             [r.seconds / r.predicted for r in mine],
             [names.index(f"{r.pattern}: {r.contestant}") for r in mine],
             s=22,
             color=BLUE,
-            alpha=1 - 0.75 * i / max(len(sizes), 1),
-            label="x".join(map(str, size)),
+            alpha=1 - 0.75 * i / max(len(heads), 1),
+            label=f"{size}, {dtype}",
         )
     ax.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
     ax.set_yticks(range(len(names)), names)

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from statistics import harmonic_mean
 
 import report
-from batch import PATTERNS, SCORE, Pattern
+from batch import ALL_PATTERNS, Size
 from contestants import ON_GPU, OURS, SCORING_ON_GPU
 from report import duration, number
 
-ALL_PATTERNS = {**PATTERNS, "busy": Pattern(0.7, 0.49), "score": SCORE}
 DONE, FAILED, NOT_RUN, REFUSED, ABSENT = "done", "failed", "not run", "refused", "not present"
 SETTLED = (DONE, FAILED, REFUSED, ABSENT)  # not looked at again on the same card and commit
 # The largest relative error of loss and gradients: of plain 16-bit inputs, gradients are rounded to 3 digits.
@@ -54,8 +53,8 @@ class GpuRow:
         return *of_run, self.pattern, self.tokens, self.hidden, self.vocab, self.dtype
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.tokens, self.hidden, self.vocab
+    def shape(self) -> Size:
+        return Size(self.tokens, self.hidden, self.vocab)
 
     @property
     def milliseconds(self) -> float | None:
@@ -66,9 +65,8 @@ class GpuRow:
         return self.result == FAILED or (self.error is not None and not self.error <= TOLERANCES[self.dtype])
 
 
-def of_run(rows: list[GpuRow]) -> list[GpuRow]:
-    """Those of the card and commit of the last one."""
-    return [r for r in rows if (r.card, r.commit) == (rows[-1].card, rows[-1].commit)]
+def of_run(rows: list[GpuRow], card: str, commit: str) -> list[GpuRow]:
+    return [r for r in rows if (r.card, r.commit) == (card, commit)]
 
 
 def gemm_rate(rows: list[GpuRow]) -> float | None:
@@ -96,7 +94,7 @@ def line(row: GpuRow) -> str:
 
 
 def markdown(rows: list[GpuRow]) -> str:
-    rows = of_run(rows)
+    """Of the rows of one run."""
     first = rows[-1]
     parts = [f"# {first.card}", provenance(first)]
     rates = [[r.contestant, number(r.tflops, ".0f"), number(r.gbs, ",.0f")] for r in rows if r.section == "rates"]
@@ -110,17 +108,18 @@ def markdown(rows: list[GpuRow]) -> str:
     if runs:
         parts.append(report.table(["section", "what", "result", "took", ""], runs))
     errors = [r for r in rows if r.section == "agreement"]
-    if errors:
-        parts.append(by_pattern(errors, "error against fp64", lambda r: number(r.error, ".1e")))
+    for dtype, group in report.groups(errors, lambda r: r.dtype):
+        parts.append(by_pattern(group, f"error against fp64, {dtype}", lambda r: number(r.error, ".1e")))
     for section in ("timings", "autotune"):
         mine = [r for r in rows if r.section == section and r.pattern]
-        for (tokens, hidden, vocab), group in report.groups(mine, lambda r: r.shape):
-            title = f"{section}: {tokens:,} tokens, hidden size {hidden:,}, vocabulary {vocab:,}, {group[0].dtype}"
+        for ((tokens, hidden, vocab), dtype), group in report.groups(mine, lambda r: (r.shape, r.dtype)):
+            title = f"{section}: {tokens:,} tokens, hidden size {hidden:,}, vocabulary {vocab:,}, {dtype}"
             parts.append(by_pattern(group, title, time))
             parts.append(by_pattern(group, "extra MiB", lambda r: number(r.extra_mib, ",.0f")))
     if any(r.predicted for r in rows):
         parts.append("In brackets the prediction of `benchmarks/cost.py`: arithmetic, not a measurement.")
-    parts.append(targets(rows))
+    if "H200" in first.card:  # what another one takes says nothing about them
+        parts.append(targets(rows))
     if missing := not_run(rows):
         parts.append(f"Not run: {'; '.join(missing)}.")
     return "\n\n".join(parts) + "\n"
@@ -143,7 +142,7 @@ def provenance(row: GpuRow) -> str:
 
 
 def describe(row: GpuRow, named: bool = True) -> str:
-    shape = "x".join(map(str, row.shape)) if row.tokens else ""
+    shape = str(row.shape) if row.tokens else ""
     return " ".join(part for part in (row.section, shape, row.pattern, row.contestant if named else "") if part)
 
 
@@ -199,13 +198,12 @@ TARGETS = (
 
 
 def targets(rows: list[GpuRow]) -> str:
-    """Measured times only where the card is an H200: what another one takes says nothing about them."""
     body = []
     for t in TARGETS:
         times = [
             r.seconds * 1e3
             for r in rows
-            if r.section == "timings" and "H200" in r.card and r.shape == (8192, t.hidden, 151936)
+            if r.section == "timings" and r.shape == (8192, t.hidden, 151936) and r.dtype == "bfloat16"
             if r.pattern == t.pattern and r.contestant in t.contestants and r.seconds
         ]
         found = min(times, default=None)

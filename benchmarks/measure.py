@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from batch import Size
 
-PACKAGES = {"torch": "torch", "liger": "liger-kernel", "trl": "trl", "verl": "verl", "bapo_kernels": "bapo-kernels"}
+PACKAGES = {"torch": "torch", "triton": "triton", "liger": "liger-kernel", "trl": "trl", "verl": "verl"}
 TILE = (1024, 4096)  # tokens x vocabulary rows: large enough for the full rate, small enough for a cache
 WORK = 3e9  # FLOP of one look at the rate of a product, at least
 
@@ -62,8 +62,13 @@ def machine() -> dict[str, str | int]:
         "cpu": cpu_model(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
-        **{name: version(package) for name, package in PACKAGES.items()},
+        **versions(),
+        "bapo_kernels": version("bapo-kernels"),
     }
+
+
+def versions() -> dict[str, str]:
+    return {name: version(package) for name, package in PACKAGES.items()}
 
 
 def version(package: str) -> str:

@@ -28,8 +28,10 @@ from pathlib import Path
 import contestants
 import report
 import torch
+from arguments import parser_of, some_of
 from batch import HEADS, PATTERNS
 from measure import machine
+from options import OPTIONS
 from sections import SCALING_TOKENS, SECTIONS
 
 HERE = Path(__file__).parent
@@ -63,32 +65,29 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    def several(text: str) -> list[str]:
-        return [word.strip() for word in text.split(",") if word.strip()]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = contestants.names()
+    parser = parser_of(__doc__, SECTIONS)
     add = parser.add_argument
-    add("--section", type=several, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}; default: all")
-    add("--patterns", type=several, default=list(PATTERNS), help=f"of {','.join(PATTERNS)}; default: all")
-    add("--contestants", type=several, help=f"of {', '.join(contestants.names())}")
+    add("--patterns", type=some_of(PATTERNS), default=list(PATTERNS), help=f"of {','.join(PATTERNS)}; default: all")
+    add("--contestants", type=some_of(names), default=list(contestants.DEFAULT), help=f"of {', '.join(names)}")
     add("--head", choices=HEADS, help="hidden size and vocabulary of a model; default: qwen2.5-0.5b")
     add("--tokens", type=int)
     add("--hidden", type=int)
     add("--vocab", type=int)
     add("--repeats", type=int, help="turns that count; default: 3")
     add("--threads", type=int)
-    add("--memory", type=several, help="contestants whose memory is measured; default: all; 'none'")
+    add(
+        "--memory",
+        type=some_of([*names, *OPTIONS, "none"]),
+        help="contestants whose memory is measured; default: all; 'none'",
+    )
     add("--quick", action="store_true", help="tiny sizes, two patterns, a few memory measurements")
     add("--out", type=Path, help="CSV; default: benchmarks/results/cpu.csv (--quick: quick.csv)")
     add("--markdown", action="store_true", help="print the tables of --out")
     add("--plot", type=Path, nargs="?", const=True, help="draw the figure of --out; default: --out, as .png")
     a = parser.parse_args()
-    for given, allowed in ((a.section, SECTIONS), (a.patterns, PATTERNS), (a.contestants or (), contestants.names())):
-        if unknown := [x for x in given if x not in allowed]:
-            parser.error(f"{unknown[0]!r} is none of {', '.join(allowed)}")
     tokens, (hidden, vocab), repeats = 1024, HEADS[a.head or "qwen2.5-0.5b"], 3
     a.scaling_tokens = SCALING_TOKENS
-    a.contestants = a.contestants or list(contestants.DEFAULT)
     if a.quick:
         tokens, hidden, vocab, repeats = 48, 32, 2000, 2
         a.scaling_tokens = (64,)

@@ -5,7 +5,6 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple
 
 import contestants
 import memory
@@ -27,7 +26,7 @@ Entry = tuple[Callable[[], Contestant], Batch]
 
 
 def agreement(a: argparse.Namespace) -> Iterator[list[Row]]:
-    size = Size(*map(min, astuple(AGREEMENT), (a.tokens, a.hidden, a.vocab)))
+    size = Size(*map(min, AGREEMENT, (a.tokens, a.hidden, a.vocab)))
     cases = []
     for pattern in a.patterns:
         for stale in (0.0, 0.3):
@@ -88,7 +87,7 @@ def floor(a: argparse.Namespace) -> Iterator[list[Row]]:
     for name in turns[0]:
         rate = statistics.median(t[name] for t in turns)
         print(f"  {name:<27}{rate:>9.0f} GFLOP/s", flush=True)
-        rows.append(Row("floor", "", name, *astuple(size), gflops=rate, repeats=len(turns)))
+        rows.append(Row("floor", "", name, *size, gflops=rate, repeats=len(turns)))
     yield rows
 
 
@@ -150,7 +149,7 @@ class Race:
     def row(self, section: str, pattern: str, name: str, base: str = "") -> Row:
         """GFLOP/s only where the pattern says what is needed: an entropy bonus or a clip gives gradients to more or fewer rows."""
         size, times = self.field[name][1].size, self.times[name]
-        row = Row(section, pattern, name, *astuple(size), error=self.errors.get(name))
+        row = Row(section, pattern, name, *size, error=self.errors.get(name))
         row.reason, row.repeats = self.reasons.get(name, ""), len(times)
         if times and not row.reason:
             row.seconds, row.fastest, row.slowest = statistics.median(times), min(times), max(times)

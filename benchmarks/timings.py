@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,21 +19,21 @@ import contestants
 import cost
 import report
 import torch
-from batch import Answer, Batch, Size, step
+from arguments import sizes, some_of
+from batch import ALL_PATTERNS, Answer, Batch, Size, step
 from contestants import ON_GPU, OURS, SCORING_ON_GPU
 from device import Meter, facts
-from gpu_report import ALL_PATTERNS, FAILED, HEADER, NOT_RUN, REFUSED, SETTLED, GpuRow, gemm_rate, line
+from gpu_report import FAILED, HEADER, NOT_RUN, REFUSED, SETTLED, TOLERANCES, GpuRow, gemm_rate, line, of_run
 from torch import Tensor
 
 import bapo_kernels as bk
 
 GIB = 2**30
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLAIN_BYTES = 20  # of a logit alive at once on the plain path: 16 bits and four times fp32, with some room
 PLAIN_SCORE_BYTES = 12
 
 
-def field_of(pattern: str) -> list[str]:
+def contestants_of(pattern: str) -> list[str]:
     """Who takes part, the worthiest first."""
     p = ALL_PATTERNS[pattern]
     if pattern == "score":
@@ -90,21 +90,21 @@ class Entry:
         options = contestants.options_of(self.name)
         if "engine" in options:
             return options["engine"]
-        return bk.plan(*astuple(self.batch.size), loss="dapo", **options, **shares(self.batch)).engine
+        return bk.plan(*self.batch.size, loss="dapo", **options, **shares(self.batch)).engine
 
     @property
     def model(self) -> str:
-        """The path of the cost model that this is; empty: it has none."""
+        """The path of the cost model that this is; empty: it has none, as nothing has that is not in 16 bits."""
+        if self.batch.hidden.itemsize != 2:
+            return ""
         if not self.ours:
             return "plain" if self.name == "plain" else ""
         design = "tile" if self.name.endswith(" tile") else "gemm"
         return f"log-probs, {design}" if self.scored else f"{self.engine}, {design}"
 
     def predicted(self, chip: cost.Chip | None) -> float | None:
-        if self.batch.hidden.itemsize != 2:  # which the cost model is for
-            return None
         p = self.batch.pattern
-        s = cost.Step(*astuple(self.batch.size), p.counted, p.counted if self.scored else p.with_gradient, p.frozen)
+        s = cost.Step(*self.batch.size, p.counted, p.counted if self.scored else p.with_gradient, p.frozen)
         path = dict(cost.scoring(s) if self.scored else cost.paths(s)).get(self.model)
         return None if path is None or chip is None else path.seconds(chip)
 
@@ -129,7 +129,7 @@ def one_pass_budget(batch: Batch) -> int:
     """What the engine needs to keep the products of `cost.POOL` tokens."""
     most = min(cost.POOL / batch.size.tokens, batch.pattern.counted)
     given = {**shares(batch), "unmasked": most, "active": min(most, batch.pattern.with_gradient)}
-    return bk.plan(*astuple(batch.size), loss="dapo", memory_budget=2**50, engine="one-pass", **given).memory_bytes
+    return bk.plan(*batch.size, loss="dapo", memory_budget=2**50, engine="one-pass", **given).memory_bytes
 
 
 class Race:
@@ -138,7 +138,7 @@ class Race:
     def __init__(self, a: argparse.Namespace, size: Size, pattern: str, known: dict[str, str], deadline: float):
         self.a, self.size, self.pattern, self.known, self.deadline = a, size, pattern, known, deadline
         rows = report.read(a.out, GpuRow) if a.out.exists() else []
-        self.here = [r for r in rows if (r.card, r.commit) == (known["card"], known["commit"])]
+        self.here = of_run(rows, known["card"], known["commit"])
         self.rate = gemm_rate(self.here)
         self.chip = cost.Chip.of_rows(self.here) or cost.find(known["card"])
         self.meter = Meter(torch.device(a.device))
@@ -146,11 +146,11 @@ class Race:
     def run(self, logprobs: Tensor | None) -> Tensor | None:
         """Log-probs of the batch's targets, which all patterns of a size have alike, come from the pattern before and go to the next."""
         settled = {r.key for r in self.here if r.result in SETTLED}
-        wanted = [n for n in field_of(self.pattern) if not self.a.contestants or n in self.a.contestants]
+        wanted = [n for n in contestants_of(self.pattern) if not self.a.contestants or n in self.a.contestants]
         if not wanted:
             return logprobs
         names = [n for n in wanted if self.a.again or self.row(n).key not in settled]
-        print(f"\n{self.a.section}, {self.pattern}: {'x'.join(map(str, astuple(self.size)))}, {self.a.dtype}")
+        print(f"\n{self.a.section}, {self.pattern}: {self.size}, {self.a.dtype}")
         if len(names) < len(wanted):
             print(f"  {len(wanted) - len(names)} of {len(wanted)} are in {self.a.out} already")
         if not names:
@@ -161,7 +161,7 @@ class Race:
             report.save(self.a.out, rows)
             return logprobs
         print(HEADER, flush=True)
-        pattern, dtype = ALL_PATTERNS[self.pattern], DTYPES[self.a.dtype]
+        pattern, dtype = ALL_PATTERNS[self.pattern], getattr(torch, self.a.dtype)
         batch = Batch(self.size, pattern, dtype=dtype, device=self.a.device, logprobs=logprobs)
         answer = Answer.of(batch) if self.a.section == "agreement" else None
         entries = [e for n in names if self.warm_up(e := Entry(n, batch, self.pattern == "score"), answer)]
@@ -216,13 +216,14 @@ class Race:
             flop = entry.batch.pattern.passes * 2 * self.size.tokens * self.size.hidden * self.size.vocab
             row.tflops = flop / row.seconds / 1e12
             row.gbs = needed_bytes(entry.batch, entry.scored) / row.seconds / 1e9
-            row.gemm_share = row.tflops * 1e12 / self.rate if self.rate else None
+            if self.rate and entry.batch.hidden.itemsize == 2:  # as the GEMMs were
+                row.gemm_share = row.tflops * 1e12 / self.rate
         if row.bad:
             row.result, row.reason = FAILED, "it does not compute the same"
         return row
 
     def row(self, name: str, **values) -> GpuRow:
-        return GpuRow(self.a.section, name, self.pattern, *astuple(self.size), self.a.dtype, **values, **self.known)
+        return GpuRow(self.a.section, name, self.pattern, *self.size, self.a.dtype, **values, **self.known)
 
     def save(self, rows: list[GpuRow]) -> None:
         for row in rows:
@@ -247,11 +248,11 @@ def needed_bytes(batch: Batch, scored: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--sizes", required=True, help="tokens x hidden x vocab, as 8192x4096x151936; several with commas")
+    add("--sizes", type=sizes, required=True, help="tokens x hidden x vocab, as 8192x4096x151936; several with commas")
     add("--device", default="cuda", choices=("cuda", "cpu"))
-    add("--patterns", default="full,rl,frozen,score", help=f"of {','.join(ALL_PATTERNS)}")
-    add("--contestants", default="", help="default: all")
-    add("--dtype", default="bfloat16", choices=DTYPES)
+    add("--patterns", type=some_of(ALL_PATTERNS), default="full,rl,frozen,score", help=f"of {','.join(ALL_PATTERNS)}")
+    add("--contestants", type=some_of(ON_GPU + SCORING_ON_GPU), default=[], help="default: all")
+    add("--dtype", default="bfloat16", choices=TOLERANCES)
     add("--section", default="timings", choices=("timings", "autotune", "agreement"))
     add("--seconds", type=float, default=120.0, help="what does not fit is left out, and said so")
     add("--repeats", type=int, default=5)
@@ -259,16 +260,14 @@ def main() -> int:
     add("--commit", default="", help="default: of the checkout")
     add("--out", type=Path, required=True)
     a = parser.parse_args()
-    a.contestants = [n for n in a.contestants.split(",") if n]
     deadline = time.monotonic() + a.seconds
     if a.section == "autotune":
         os.environ["BAPO_KERNELS_AUTOTUNE"] = "1"
     known = facts(torch.device(a.device), a.commit)
-    for size in a.sizes.split(","):
+    for size in a.sizes:
         logprobs = None
-        for pattern in a.patterns.split(","):
-            race = Race(a, Size(*map(int, size.split("x"))), pattern, known, deadline)
-            logprobs = race.run(logprobs)
+        for pattern in a.patterns:
+            logprobs = Race(a, size, pattern, known, deadline).run(logprobs)
     if a.section == "autotune":
         report.save(a.out, [GpuRow("autotune", **found, **known) for found in configurations()])
     return 0

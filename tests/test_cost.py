@@ -77,9 +77,7 @@ def test_where_a_tile_beats_a_gemm_and_a_fold(cost, chip, rates):
     for hidden, want in zip((1024, 2048, 4096, 8192), rates, strict=True):
         assert cost.break_even(chip, hidden) == pytest.approx(want * 1e12, rel=1e-3)
         # And there the two forwards take the same time.
-        even = replace(
-            chip, tile=cost.Rate(cost.break_even(chip, hidden), "assumed"), epilogue=cost.Rate(0.0, "assumed")
-        )
+        even = replace(chip, tile=cost.break_even(chip, hidden), epilogue=0.0)
         s = cost.Step(8192, hidden, 151936)
         assert cost.score(s, "tile").seconds(even) == pytest.approx(cost.score(s, "gemm").seconds(even))
 
@@ -125,16 +123,22 @@ def test_rates_and_times_of_a_measurement(cost, command, tmp_path):
             model="recompute, gemm",
         )
     ]
+    timed.append(replace(timed[0], contestant="bapo_kernels", pattern="score", seconds=0.0155, model="log-probs, gemm"))
+    timed.append(replace(timed[0], pattern="full", dtype="float32", seconds=0.001, model=""))
     cost.report.save(path, old + rates + timed)
     assert cost.Chip.of_rows(timed) is None
     chip = cost.Chip.of_rows(rates)
     assert chip.name == "NVIDIA H200"
-    assert chip.gemm == (700e12, "measured") and chip.bandwidth == (4200e9, "measured")
-    assert chip.tile.origin == "assumed" and chip.tile.value == pytest.approx(700e12 * 650 / 745)
+    assert (chip.gemm, chip.bandwidth) == (700e12, 4200e9) and chip.measured == ("gemm", "bandwidth")
+    assert chip.origin("tile") == "assumed" and chip.tile == pytest.approx(700e12 * 650 / 745)
     out = command("--results", str(path))
     line = next(s for s in out.splitlines() if s.startswith("trained: recompute, gemm"))
     assert line.endswith("61.5 ms") and "predicted" in out and "measured" in out
     assert "61.5" not in command("--results", str(path), "--hidden", "2048")
+    # A score takes as long whatever would have a gradient.
+    for active in ("1.0", "0.5"):
+        out = command("--results", str(path), "--active", active)
+        assert next(s for s in out.splitlines() if s.startswith("scoring: log-probs, gemm")).endswith("15.5 ms")
     cost.report.save(tmp_path / "none.csv", timed)
     with pytest.raises(SystemExit):
         command("--results", str(tmp_path / "none.csv"))

@@ -1,6 +1,7 @@
 """What this machine offers: versions, devices, and which backends can be used."""
 
 import importlib.metadata
+import os
 import platform
 
 import torch
@@ -33,4 +34,5 @@ def env_report() -> dict[str, str]:
         report["memory budget"] = f"{backends.resolve_budget(None, devices[-1]) / 2**20:g} MiB"
     except ValueError as error:
         report["memory budget"] = f"invalid: {error}"
+    report["design on GPUs"] = os.environ.get("BAPO_KERNELS_DESIGN") or "auto"
     return report

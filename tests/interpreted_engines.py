@@ -152,3 +152,14 @@ def test_a_design_that_there_is_not(monkeypatch):
     monkeypatch.setenv("BAPO_KERNELS_DESIGN", "fast")
     with pytest.raises(ValueError, match=r"BAPO_KERNELS_DESIGN must be one of auto, gemm, tile, got 'fast'"):
         run(batch(F32), None, ("hidden",), loss="dapo", backend="triton")
+
+
+@pytest.mark.parametrize("design", ["gemm", "tile"])
+def test_a_bias_in_fp64_widens_a_head_of_16_bits(design, monkeypatch):
+    monkeypatch.setenv("BAPO_KERNELS_DESIGN", design)
+    given = batch(BF16)
+    head = given["hidden"], given["weight"], given["targets"]
+    got = bk.linear_logprobs(*head, bias=given["bias"].double(), backend="triton").logprobs
+    want = bk.linear_logprobs(*head, bias=given["bias"].double(), backend="reference").logprobs
+    assert got.dtype == F64
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -21,6 +21,7 @@ def test_operands():
     ]:
         assert operand_dtype(narrow, F32, hidden, weight) == F32
     assert operand_dtype(True, F64, F64, [F64]) == F64
+    assert operand_dtype(True, F64, BF16, [BF16]) == F64  # beside a bias in fp64: results of narrow products are fp32
     assert gradient_dtype(BF16, F32) == BF16
     assert gradient_dtype(F16, F32) == F32  # fp16 has not the range
     assert gradient_dtype(F32, F32) == F32

@@ -211,11 +211,12 @@ def _evaluate(case: Case, inputs: dict, dtype: torch.dtype, backend: str) -> dic
 def _least_budget(given: dict, dtype: torch.dtype, backend: str) -> int:
     """What the one-pass engine needs for 16 rows, the fewest that it takes."""
     n, d = given["hidden"].shape
+    share = min(16 / n, 1.0)
     needed = plan(
         *(n, d, given["weight"].shape[0]),
         loss="dapo",
-        unmasked=16 / n,
-        active=16 / n,
+        unmasked=share,
+        active=share,
         dtype=dtype,
         device=given["hidden"].device,
         weight_grad=given["weight"].requires_grad,

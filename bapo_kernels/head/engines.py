@@ -205,7 +205,9 @@ def _refuse_one_pass(work: Work) -> str | None:
     if not work.keeps:
         return NOT_KEPT
     if work.capacity < min(ROW_UNIT, work.counted):
-        return f"memory_budget={work.budget} does not hold the products of {ROW_UNIT} rows, which take {work.one_pass_bytes(ROW_UNIT)}"
+        waits = " and the fp32 sum of d_weight" if work.summed_columns else ""
+        take = f"which take {work.one_pass_bytes(ROW_UNIT)}"
+        return f"memory_budget={work.budget} does not hold the products of {ROW_UNIT} rows{waits}, {take}"
     return None
 
 

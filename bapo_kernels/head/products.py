@@ -24,8 +24,8 @@ def are_narrow(hidden: torch.dtype, weight: Iterable[torch.dtype]) -> bool:
 
 
 def operand_dtype(narrow: bool, acc: torch.dtype, hidden: torch.dtype, weight: Iterable[torch.dtype]) -> torch.dtype:
-    """What hidden states and weight are multiplied in: as they are, if `narrow` products are to be had."""
-    return hidden if narrow and are_narrow(hidden, weight) else acc
+    """What hidden states and weight are multiplied in: as they are, if `narrow` products are to be had; their results are fp32."""
+    return hidden if narrow and acc == torch.float32 and are_narrow(hidden, weight) else acc
 
 
 def gradient_dtype(operand: torch.dtype, acc: torch.dtype) -> torch.dtype:

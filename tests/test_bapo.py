@@ -267,6 +267,65 @@ def test_fixed_bounds_are_grpo():
             close(a, b, rtol=1e-12)
 
 
+def authors_search(ratio, advantages, target, low, high, step_low, step_high):
+    """What the authors' code does with a batch: a walk in plain Python, the lower bound first. `low`, `high` are (start, end)."""
+
+    def balance(a, b):
+        terms = [
+            (min(r, b) if advantage >= 0 else max(r, a)) * advantage
+            for r, advantage in zip(ratio, advantages, strict=True)
+        ]
+        negative = -sum(t for t in terms if t < 0)
+        return sum(t for t in terms if t > 0) / (negative + 1e-8) if negative > 0 else math.inf
+
+    (a, a_end), (b, b_end) = low, high
+    while balance(a, b) < target and a < a_end and step_low > 0:
+        a = min(a + step_low, a_end)
+    while balance(a, b) < target and b < b_end and step_high > 0:
+        b = min(b + step_high, b_end)
+    return a, b, balance(a, b)
+
+
+def test_authors_recipe_is_their_search():
+    seen = set()
+    for seed, factor in itertools.product(range(12), (0.9, 1.01, 1.05, 2.0)):
+        logprobs, advantages, old, rollout, mask = random_batch(10 * seed)
+        ranges = ((0.6, 0.8), (1.2, 2.0), 0.05, 0.1)
+        known = ((logprobs - old)[mask].exp().tolist(), advantages[mask].tolist())
+        *_, start = authors_search(*known, 0.0, *ranges)
+        want = authors_search(*known, start * factor, *ranges)
+        rule = bk.BAPO.authors_recipe(start * factor, 0.6, 0.8, 0.05, 1.2, 2.0, 0.1)
+        got = bk.bapo_bounds(logprobs, advantages, loss=rule, mask=mask, old_logprobs=old, rollout_logprobs=rollout)
+        assert [t.item() for t in got[:3]] == [pytest.approx(t, rel=1e-6) for t in want], f"seed {seed}"
+        seen.add((round(want[0], 3), round(want[1], 3)))
+    assert len(seen) >= 5, seen
+
+
+def test_authors_recipe_fields():
+    recipe = bk.BAPO.authors_recipe
+    stays = recipe(clip_ratio_low=0.1, clip_ratio_high=0.3)
+    assert (stays.c_low, stays.c_high) == ((0.9, 0.9), (1.3, 1.3))
+    assert (stays.contribution, stays.measure, stays.weighting) == ("ratio", "surrogate", "none")
+    assert (stays.order, stays.dual_clip, stays.target) == ("low-first", 3.0, 1.0)
+    assert recipe(ratio_lower_start=0.6, ratio_lower_max=0.5).c_low == (
+        0.6,
+        0.6,
+    )  # an end below the start is never reached
+    assert recipe(ratio_upper_max=2.0, ratio_upper_step=0.0).c_high == (1.2, 1.2)
+    assert recipe(ratio_upper_max=2.0, ratio_upper_step=0.1).c_high == (1.2, 2.0)
+    assert recipe(clip_ratio_c=None).dual_clip is None
+    for wrong, message in (
+        ({"ratio_lower_max": 0.93}, "whole number"),
+        ({"eps": 0.1}, "eps"),
+        ({"adv_ratio_target": -1.0}, "adv_ratio_target"),
+        ({"ratio_lower_step": -0.1}, "ratio_lower_step"),
+        ({"ratio_upper_start": "1.2"}, "ratio_upper_start"),
+        ({"clip_ratio_c": 0.5}, "dual_clip"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recipe(**wrong)
+
+
 def test_bounds_have_no_gradient_and_work_without():
     logprobs, advantages, old, *_ = random_batch(1)
     got = bk.bapo_bounds(logprobs.requires_grad_(), advantages, old_logprobs=old)

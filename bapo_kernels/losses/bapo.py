@@ -87,6 +87,76 @@ class BAPO(Loss):
         For trainers that call the loss for each sequence or micro-batch: find the bounds once on the whole batch, then pass this."""
         return cls(c_low=(c_low, c_low), c_high=(c_high, c_high), **fields)
 
+    @classmethod
+    def authors_recipe(
+        cls,
+        adv_ratio_target: float = 1.0,
+        ratio_lower_start: float | None = None,
+        ratio_lower_max: float | None = None,
+        ratio_lower_step: float = 0.05,
+        ratio_upper_start: float | None = None,
+        ratio_upper_max: float | None = None,
+        ratio_upper_step: float = 0.05,
+        eps: float = 1e-8,
+        *,
+        clip_ratio_low: float = 0.2,
+        clip_ratio_high: float = 0.2,
+        clip_ratio_c: float | None = 3.0,
+    ) -> "BAPO":
+        """BAPO as the authors' published code has it (WooooDyy/BAPO, recipe/bapo, commit 3b8389c), from the names of its fields.
+
+        A start that is not given is 1 - clip_ratio_low, or 1 + clip_ratio_high; an end that is not given, or lies below its start, is the
+        start, and so is any end with a step of 0: that bound stays. As published, the defaults move nothing.
+
+        Where this code differs from the paper: it compares S+/S- with the target, not a share (a share of 0.4 is a ratio of 0.67); tokens
+        weigh the same, whatever their probability under the sampler; c_low rises first, although that makes S- larger, so that it ends
+        at its maximum whenever the target is missed at the start; and the dual clip is on.
+
+        Where this object differs from that code, beyond rounding (sums are fp32 there, fp64 here): with no token of A > 0 the bounds stay
+        at their start, there both run to their ends; `eps`, added to S- there, is not added. That the code aggregates by the
+        micro-batch alone is no matter of the loss.
+
+        Raises:
+            ValueError: a range that is no whole number of steps (there a shorter last step ends it), eps above 1e-6, or an invalid value.
+        """
+        given = {"adv_ratio_target": adv_ratio_target, "ratio_lower_step": ratio_lower_step}
+        given |= {"ratio_upper_step": ratio_upper_step, "eps": eps}
+        for name, value in given.items():
+            if not is_number(value) or value < 0:
+                raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+        if eps > 1e-6:
+            raise ValueError(
+                f"eps must be at most 1e-6, where it changes nothing: it is not added to S- here, got {eps!r}"
+            )
+
+        def bound(
+            name: str, start: float | None, default: float, end: float | None, step: float
+        ) -> tuple[float, float]:
+            start = default if start is None else start
+            for part, value in (("start", start), ("max", end)):
+                if value is not None and not is_number(value):
+                    raise ValueError(f"{name}_{part} must be a finite number or None, got {value!r}")
+            if end is None or end <= start or step == 0:
+                return start, start
+            steps = (end - start) / step
+            if abs(steps - round(steps)) > 1e-6:
+                raise ValueError(
+                    f"{name}_max={end} must be a whole number of {name}_step={step} above {name}_start={start}, got {steps:.3f}"
+                )
+            return start, end
+
+        return cls(
+            target=adv_ratio_target,
+            c_low=bound("ratio_lower", ratio_lower_start, 1.0 - clip_ratio_low, ratio_lower_max, ratio_lower_step),
+            c_high=bound("ratio_upper", ratio_upper_start, 1.0 + clip_ratio_high, ratio_upper_max, ratio_upper_step),
+            step_low=ratio_lower_step or cls.step_low,  # of a bound that stays, any will do
+            step_high=ratio_upper_step or cls.step_high,
+            contribution="ratio",
+            weighting="none",
+            order="low-first",
+            dual_clip=clip_ratio_c,
+        )
+
     @cached_property
     def brackets(self) -> tuple[Loss, ...]:
         """The bounds at the start and at the end: a token that both of them clip, or neither, every point between treats alike."""

@@ -1,10 +1,12 @@
 """The losses in verl's own loss path on a CPU, and its heads replaced: real verl, without an engine of its own (they need a GPU)."""
 
 import functools
+import importlib
 import importlib.util
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ with warnings.catch_warnings():
     from verl.utils.metric import Metric
     from verl.workers.utils.losses import ppo_loss
 
+THEIRS = torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy
 OURS = "bapo_kernels.integrations.verl.PolicyLossConfig"
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LOCAL = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}
@@ -199,8 +202,8 @@ SAME = {
     "bk-sapo": ("sapo", {"tau_pos": 1.5, "tau_neg": 2.0}, {}, "seq-mean-token-mean"),
     "bk-cispo": ("cispo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, {}, "token-mean"),
     "bk-dro": ("dro", {}, {"dro_beta": 0.3}, "token-mean"),
-    "bk-dppo-tv": ("dppo_tv", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}, {"old_is_rollout": True}, "token-mean"),
-    "bk-dppo-kl": ("dppo_kl", {"clip_ratio_low": 0.05, "clip_ratio_c": 2.0}, {"old_is_rollout": True}, "token-mean"),
+    "bk-dppo-tv": ("dppo_tv", {"clip_ratio_low": 0.1, "clip_ratio_c": 1.1}, {"old_is_rollout": True}, "token-mean"),
+    "bk-dppo-kl": ("dppo_kl", {"clip_ratio_low": 0.05, "clip_ratio_c": 1.1}, {"old_is_rollout": True}, "token-mean"),
     "bk-kl-cov": ("kl_cov", {}, {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}, "token-mean"),
     "bk-clip-cov": ("clip_cov", {}, {"clip_cov_ratio": 0.2, "clip_cov_lb": 90.0, "clip_cov_ub": 99.0}, "token-mean"),
     "gmpo": ("geo_mean", {"clip_ratio_low": 0.3, "clip_ratio_high": 0.4}, {}, "seq-mean-token-mean"),
@@ -400,6 +403,9 @@ def test_the_group_of_the_ranks_is_handed_over(monkeypatch):
     assert integration._bounds(record, bk.BAPO()).c_low >= 0.6
     assert seen == [group, group]
     assert integration._bounds(integration.Record(), bk.BAPO()) is None  # a rank without the head
+    # Distillation from top-k logits calls the same function in another way.
+    other = integration._handing_over(lambda student_logits, data: student_logits)
+    assert other(student_logits=3, data=data) == 3
 
 
 def test_authors_recipe_in_verl():
@@ -433,7 +439,8 @@ def test_authors_recipe_in_verl():
     assert len(moved) >= 4, moved
 
 
-def test_masked_tokens_are_absent_and_the_host_waits_for_nothing(monkeypatch):
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_masked_tokens_are_absent_and_the_host_waits_for_nothing(mode, monkeypatch):
     from test_sync import Watch
 
     from bapo_kernels import checks, layout
@@ -453,6 +460,7 @@ def test_masked_tokens_are_absent_and_the_host_waits_for_nothing(monkeypatch):
                 log_prob=leaf,
                 advantages=fields["advantages"] + junk,
                 response_mask=fields["response_mask"],
+                loss_agg_mode=mode,
                 config=config,
             )
         assert not watch.seen
@@ -461,6 +469,96 @@ def test_masked_tokens_are_absent_and_the_host_waits_for_nothing(monkeypatch):
         leaves.append((loss.detach(), leaf.grad))
     for clean, dirty in zip(*leaves, strict=True):
         assert torch.equal(clean, dirty)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def tiny_model():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+
+    class Model(transformers.Qwen3ForCausalLM):
+        """A class of its own: verl replaces `forward` on it."""
+
+    return Model(transformers.Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+
+
+def fsdp_engine(model, group, monkeypatch):
+    """verl's FSDP engine as it goes through a mini-batch, around a model that is on the CPU and not sharded."""
+    from verl.workers.engine.fsdp import transformer_impl
+
+    monkeypatch.setattr(transformer_impl, "get_device_id", lambda: "cpu")
+    monkeypatch.setattr(transformer_impl, "get_device_name", lambda: "cpu")
+
+    class OnCPU(transformer_impl.FSDPEngineWithLMHead):
+        engine_config = SimpleNamespace(
+            use_no_sync_for_gradient_accumulation=False,
+            entropy_checkpointing=False,
+            entropy_from_logits_with_chunking=False,
+        )
+        ulysses_sequence_parallel_size, use_ulysses_sp, pad_to_length = 1, False, False
+        _autocast_dtype = torch.float32
+
+        def __init__(self):
+            self.module = model
+
+        def optimizer_zero_grad(self):
+            model.zero_grad()
+
+        def optimizer_step(self):
+            return 0.0
+
+        def is_mp_src_rank_with_outputs(self):
+            return True
+
+        def get_data_parallel_group(self):
+            return group
+
+        def get_data_parallel_size(self):
+            return 1
+
+    return OnCPU()
+
+
+def test_verls_fsdp_engine(one_rank, monkeypatch):
+    """One optimizer step of a model: the same bounds and gradients however the mini-batch is cut, on verl's head and on ours."""
+    from verl.models.transformers.monkey_patch import patch_forward_with_backends
+
+    batch, model = Batch(spread=0.8), tiny_model()
+    engine = fsdp_engine(model, one_rank, monkeypatch)
+    patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
+    sequences = [integers(40, PROMPT + m, seed=m) for m in LENGTHS]
+    data = batch.data.clone()
+    data["input_ids"] = jagged(sequences)
+    data["position_ids"] = jagged([torch.arange(len(s)) for s in sequences])
+    data["prompts"] = jagged([s[:PROMPT] for s in sequences])
+    data["responses"] = jagged([s[PROMPT:] for s in sequences])
+    data["loss_mask"] = torch.zeros(len(LENGTHS), max(LENGTHS)).masked_fill(batch.fields["response_mask"], 1.0)
+    tu.assign_non_tensor(data, use_remove_padding=False, use_fused_kernels=True, use_dynamic_bsz=False)
+    tu.assign_non_tensor(data, temperature=0.9, calculate_entropy=True, global_batch_size=5)
+    config = actor("bapo", bapo_batch="mini-batch", loss_kwargs={"target": 0.5})
+    results = []
+    for micro_batch_size, ours in ((6, False), (2, False), (2, True)):
+        integration.use_fused_head(ours)
+        part = data.clone()
+        tu.assign_non_tensor(part, micro_batch_size_per_gpu=micro_batch_size)
+        out = engine.train_batch(part, functools.partial(ppo_loss, config=config))
+        gradients = [p.grad.clone() for p in model.parameters()]
+        bounds = [out["metrics"][f"actor/bapo_clip_{side}"] for side in ("low", "high")]
+        results.append((sum(out["loss"]), [m.aggregate() for m in bounds], gradients))
+    (loss, bounds, gradients), *others = results
+    assert max(g.abs().max() for g in gradients) > 1e-3
+    for other_loss, other_bounds, other_gradients in others:
+        assert other_loss == pytest.approx(loss, rel=1e-4)
+        assert other_bounds == pytest.approx(bounds)
+        for a, b in zip(other_gradients, gradients, strict=True):
+            close(a, b, rtol=1e-3, atol=1e-6)
 
 
 # The head
@@ -474,10 +572,10 @@ def head(calls, hidden, weight, *arguments):
 
 
 def test_fused_head_replaces_both_and_goes_again():
-    theirs = torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy
+    assert (torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy) == THEIRS
     hidden, weight = normal(2, 5, 8, dtype=torch.float32), normal(30, 8, seed=1, dtype=torch.float32)
     ids = integers(30, 2, 5, seed=2)
-    want = head(theirs[0](chunk_size=3).forward, hidden, weight, ids, 0.7)
+    want = head(THEIRS[0](chunk_size=3).forward, hidden, weight, ids, 0.7)
     for _ in range(2):  # twice is as once
         integration.use_fused_head()
     assert torch_functional.FusedLinearForPPO is integration.FusedLinearForPPO
@@ -489,16 +587,25 @@ def test_fused_head_replaces_both_and_goes_again():
         close(a.reshape(b.shape), b, rtol=1e-5, atol=1e-5)
     assert flat[0].shape == flat[1].shape == (10,)  # as verl's kernel returns them
     integration.use_fused_head(False)
-    assert (torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy) == theirs
+    assert (torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy) == THEIRS
+    sys.modules.pop("bapo_kernels.integrations.verl_head", None)
+    importlib.import_module("bapo_kernels.integrations.verl_head")  # as VERL_USE_EXTERNAL_MODULES does
+    assert kernel.linear_cross_entropy is integration.linear_cross_entropy
+
+
+def test_fused_head_multiplies_in_the_dtype_of_autocast():
+    hidden, weight = (normal(*shape, dtype=torch.float32).requires_grad_() for shape in ((6, 8), (30, 8)))
+    ids = integers(30, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = integration.linear_cross_entropy(hidden, weight, ids)
+    want = bk.linear_logprobs(hidden.bfloat16(), weight.bfloat16(), ids, return_entropy=True)
+    assert torch.equal(got[0], want.logprobs)
+    assert torch.equal(got[1], want.entropy)
+    assert not torch.equal(got[0], bk.linear_logprobs(hidden, weight, ids).logprobs)
 
 
 def test_fused_head_in_the_forwards_that_verl_patches_in():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
-    model = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    )
+    model = tiny_model()
     ids = integers(40, 2, 6)
     want = dense_common.forward_with_torch_backend(model, ids, return_dict=True, temperature=0.8)
     integration.use_fused_head()

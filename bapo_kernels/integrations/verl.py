@@ -224,12 +224,12 @@ def _handing(handed: Handed) -> Iterator[None]:
 def _handing_over(loss_function: Callable, bounds: BapoBounds | None = None, record: Record | None = None) -> Callable:
     """verl's loss of a micro-batch, during which ours has what that micro-batch holds."""
 
-    def function(*, model_output, data, dp_group=None, **others):
-        rollout = None
+    def function(**call):  # model_output, data, dp_group; for distillation of top-k logits also another set
+        rollout, data = None, call["data"]
         if "rollout_log_probs" in data:
             rollout = data.select("rollout_log_probs").to_padded_tensor()["rollout_log_probs"]
-        with _handing(Handed(rollout, dp_group, bounds, record)):
-            return loss_function(model_output=model_output, data=data, dp_group=dp_group, **others)
+        with _handing(Handed(rollout, call.get("dp_group"), bounds, record)):
+            return loss_function(**call)
 
     return function
 
@@ -383,6 +383,16 @@ def _metrics(out, active: Tensor, advantages: Tensor, old_log_prob: Tensor, boun
 # The head
 
 
+def _statistics(hidden: Tensor, weight: Tensor, labels: Tensor, **options) -> tuple[Tensor, Tensor]:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # verl's engines multiply in this dtype
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    out = linear_logprobs(hidden, weight, labels, return_entropy=True, **options)
+    assert out.entropy is not None
+    return out.logprobs, out.entropy
+
+
 def linear_cross_entropy(
     hidden: Tensor,  # (..., D)
     weight: Tensor,  # (V, D)
@@ -400,16 +410,8 @@ def linear_cross_entropy(
         raise ValueError(f"reduction must be 'none', got {reduction!r}")
     if dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) == 1:
         dist_process_group = None
-    out = linear_logprobs(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        labels.reshape(-1),
-        temperature=temperature,
-        tp_group=dist_process_group,
-        return_entropy=True,
-    )
-    assert out.entropy is not None
-    return out.logprobs, out.entropy
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return _statistics(rows, weight, labels.reshape(-1), temperature=temperature, tp_group=dist_process_group)
 
 
 class FusedLinearForPPO(torch.nn.Module):
@@ -430,11 +432,7 @@ class FusedLinearForPPO(torch.nn.Module):
         temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy in the shape of `input_ids`."""
-        out = linear_logprobs(
-            hidden_states, vocab_weights, input_ids.long(), temperature=temperature, return_entropy=True
-        )
-        assert out.entropy is not None
-        return out.logprobs, out.entropy
+        return _statistics(hidden_states, vocab_weights, input_ids.long(), temperature=temperature)
 
 
 _HEADS = (

@@ -240,7 +240,9 @@ def test_options_that_would_have_no_effect(actor):
         actor.PolicyLoss(clip_eps_high=0.28)
     assert actor.PolicyLoss(clip_eps_high=0.3).rule == bk.GRPO(clip_high=0.3)
     use_policy_loss("dapo")
-    assert actor.PolicyLoss().rule == bk.DAPO()
+    assert actor.PolicyLoss().rule == bk.DAPO() and actor.PolicyLoss().aggregation == "token-mean"
+    use_policy_loss("gspo")
+    assert actor.PolicyLoss().rule == bk.GSPO() and actor.PolicyLoss().aggregation == "seq-mean-token-mean"
     with pytest.raises(ValueError, match=r"rollout_topk_ids, which OpenRLHF does not record"):
         use_policy_loss("score-centering")
     with pytest.raises(ValueError, match=r"aggregation must be None or one of token-mean"):

@@ -214,10 +214,15 @@ def test_without_labels_and_after_unpatch_the_forward_is_the_models_own():
 
 def test_a_forward_of_the_instance_comes_back():
     model = make()
-    own = model.forward
-    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    own, calls = model.forward, []
+    model.forward = lambda *args, **kwargs: calls.append(args) or own(*args, **kwargs)
     mine = model.forward
     patch(model)
+    seen = len(calls)
+    model(batch()[0])
+    assert len(calls) == seen + 1
+    model(batch()[0], labels=batch()[2])
+    assert len(calls) == seen + 1
     unpatch(model)
     assert model.forward is mine
     patch(model)

@@ -379,9 +379,11 @@ def test_bounds_of_the_micro_batch():
     *_, logged = engine.step(config)
     assert engine.passes == [False]
     assert len(set(logged["actor/bapo_clip_high"])) > 1
+    engine.step(actor("bapo", bapo_batch="mini-batch", loss_kwargs=FIXED))  # nothing to find
+    assert engine.passes == [False, False]
     # With another configuration nothing is asked of the engine, nor of the batch.
     engine.step(verls_own("ppo"))
-    assert engine.passes == [False, False]
+    assert engine.passes == [False, False, False]
 
 
 def test_the_group_of_the_ranks_is_handed_over(monkeypatch):

@@ -242,34 +242,33 @@ def hook_in() -> None:
     engine = VERL.hook("verl.workers.engine.base", "BaseEngine")
     original = VERL.hook("verl.workers.engine.base", "BaseEngine.train_batch")
     VERL.hook("verl.workers.engine.base", "BaseEngine.forward_backward_batch")
-    VERL.check_version()
     if hasattr(original, "bapo_kernels_original"):
         return
 
     @functools.wraps(original)
     def train_batch(self, data, loss_function):
-        actor = _actor_config(loss_function)
-        if actor is None:
+        actor, name = _actor_config(loss_function)
+        if name is None:
             return original(self, data, loss_function)
-        bounds = None
-        if actor.policy_loss.bapo_batch == "mini-batch":
+        bounds, loss = None, loss_of(name, actor)
+        if actor.policy_loss.bapo_batch == "mini-batch" and moves(loss):
             record = Record()
             with torch.no_grad():
                 self.forward_backward_batch(data, _handing_over(loss_function, record=record), forward_only=True)
-            bounds = _bounds(record, loss_of("bapo", actor))
+            bounds = _bounds(record, loss)
         return original(self, data, _handing_over(loss_function, bounds))
 
     train_batch.bapo_kernels_original = original  # type: ignore[attr-defined]
     engine.train_batch = train_batch
 
 
-def _actor_config(loss_function: Callable) -> Any:
-    """The configuration that verl has bound to its loss, if it is ours."""
+def _actor_config(loss_function: Callable) -> tuple[Any, str | None]:
+    """The configuration that verl has bound to its loss, and the loss of ours that it asks for, if it is of our class."""
     from bapo_kernels.integrations.verl_config import PolicyLossConfig
 
     actor = getattr(loss_function, "keywords", {}).get("config")
     settings = getattr(actor, "policy_loss", None)
-    return actor if isinstance(settings, PolicyLossConfig) and registered(settings.loss_mode) else None
+    return actor, registered(settings.loss_mode) if isinstance(settings, PolicyLossConfig) else None
 
 
 def _bounds(record: Record, loss: Loss) -> BapoBounds | None:

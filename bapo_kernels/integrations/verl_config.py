@@ -22,8 +22,8 @@ class PolicyLossConfig(verl_config.PolicyLossConfig):
     Args:
         loss_kwargs: fields of the loss object, before verl's own settings: {"target": 0.45, "dual_clip": None}.
         bapo_batch: over what BAPO finds its bounds. "micro-batch": over the micro-batches that the ranks evaluate at the same time, one
-            all-reduce each, as the authors' recipe does. "mini-batch": over all micro-batches of the optimizer step on all ranks, by a
-            forward pass without gradients before it (about a third more time in the actor's update).
+            all-reduce each, as the authors' recipe does; verl gives each rank as many. "mini-batch": over all micro-batches of the
+            optimizer step on all ranks, by a forward pass without gradients before it (about a third more work in the actor's update).
         old_is_rollout: the old log-probs are the sampler's, as with algorithm.rollout_correction.bypass_mode; losses that read the
             sampler's take them.
         adv_ratio_target, ratio_lower_start, ratio_lower_max, ratio_lower_step, ratio_upper_start, ratio_upper_max, ratio_upper_step,

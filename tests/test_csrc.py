@@ -364,7 +364,7 @@ def test_backend_class(logits, dtype):
     entropy = s.log() - u / s
     z = p.z.clone()
     stats, coef = Statistics(m, s.log(), entropy, picked), Coefficients(p.b.sum(1), p.c, p.b)
-    backend.dlogits(z, rows, part, spec, stats, coef)
+    backend.dlogits(z, rows, part, spec, stats, coef, z)
     assert same_bits((z,), (p.dlogits(m, s.log(), entropy),))
 
 

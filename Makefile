@@ -48,11 +48,12 @@ gpu: $(INSTALLED)  ## On a GPU machine: tests, checks, timings and report (GPU_A
 	-$(PIP) install --no-deps -c constraints.txt verl
 	$(BIN)/python -m bapo_kernels bench --gpu $(GPU_ARGS)
 
-# verl by itself, and what its loss path on a CPU imports. Its own requirements would put older versions of others in the place of ours. Where
-# verl has no version for this Python, its tests are skipped.
+# verl by itself, and what its loss path on a CPU imports: its own requirements would put older versions of others in the place of ours.
+# It is made for Python < 3.13; elsewhere its tests are skipped.
 $(VENV)/.verl: $(INSTALLED)
-	-$(PIP) install --no-deps -c constraints.txt verl && \
-		$(PIP) install -c constraints.txt ray tensordict hydra-core codetiming orjson peft
+	! $(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 13))" || { \
+		$(PIP) install --no-deps -c constraints.txt verl && \
+		$(PIP) install -c constraints.txt ray tensordict hydra-core codetiming orjson peft; }
 	@touch $@
 
 test: $(INSTALLED) $(VENV)/.verl  ## The whole test suite

@@ -87,11 +87,11 @@ def test_wheel(source, tmp_path):
     assert {n.split("/")[0] for n in names} == {"bapo_kernels", "bapo_kernels-0.1.0.dist-info"}
     code = """
 import torch
-from bapo_kernels.head.backends import choose
+from bapo_kernels.head.backends import resolve
 h, w = torch.randn(4, 8), torch.randn(32, 8)
 target = torch.arange(4)
 got = bapo_kernels.linear_logprobs(h, w, target, backend="cpu").logprobs
-print(choose("auto", h.device).name, torch.allclose(got, (h @ w.T).log_softmax(1)[target, target], atol=1e-5))
+print(resolve("auto", h.device), torch.allclose(got, (h @ w.T).log_softmax(1)[target, target], atol=1e-5))
 """
     assert use_elsewhere(wheel, tmp_path / "venv", code) == "cpu True"
 
@@ -111,8 +111,8 @@ def test_wheel_without_a_compiler(source, tmp_path):
     assert "WITHOUT its compiled CPU epilogues" in " ".join(log.split())
     code = """
 import torch
-from bapo_kernels.head.backends import choose, unavailable
-print(choose("auto", torch.device("cpu")).name, "|", unavailable("cpu", torch.device("cpu")))
+from bapo_kernels.head.backends import resolve, unavailable
+print(resolve("auto", torch.device("cpu")), "|", unavailable("cpu", torch.device("cpu")))
 """
     used, reason = use_elsewhere(wheel, tmp_path / "venv", code).split(" | ")
     assert used == "torch"

@@ -25,7 +25,7 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # Loss, loss_type, fields of the configuration.
 BOTH_HAVE = [
     *(pytest.param("grpo", kind, {}, id=f"clip-{kind}") for kind in CLIPPED),
-    *(pytest.param("grpo", kind, {"importance_sampling_level": "sequence"}, id=f"sequence-{kind}") for kind in CLIPPED),
+    *(pytest.param("grpo", kind, {"importance_sampling_level": "sequence"}, id=f"sequence-{kind}") for kind in ("grpo", "dapo", "luspo")),
     pytest.param("dapo", "dapo", {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.5}, id="bounds-and-delta"),
     pytest.param("cispo", "cispo", {"epsilon_high": 1.2}, id="cispo"),
     pytest.param("sapo", "sapo", {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0}, id="sapo"),
@@ -204,6 +204,11 @@ def test_forwards_that_have_to_run_are_wrapped(tmp_path, monkeypatch):
     assert "torch_compile" in h.trainer(tmp_path, config={"torch_compile": True}).head_reason
 
 
+needs_fused_head = pytest.mark.skipif(
+    not hasattr(utils, "add_fused_lm_head"), reason="before 1.15, TRL has no head on the model's forward"
+)
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Counts what goes through our kernels in TRL's head."""
@@ -217,6 +222,7 @@ def calls(monkeypatch):
     return found
 
 
+@needs_fused_head
 def test_trl_with_our_head(tmp_path, calls):
     kernel = utils._ChunkedLogProbFunction
     trained = h.trainer(tmp_path, cls=GRPOTrainer, config={"entropy_coef": 0.1, "temperature": 0.7})
@@ -240,6 +246,7 @@ def test_trl_with_our_head(tmp_path, calls):
     assert len(calls) == before + 1
 
 
+@needs_fused_head
 def test_what_our_head_does_not_give_comes_from_trl(calls):
     ours = integration._Kernel(utils._ChunkedLogProbFunction)
     hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
@@ -250,6 +257,7 @@ def test_what_our_head_does_not_give_comes_from_trl(calls):
     assert len(calls) == 2
 
 
+@needs_fused_head
 def test_our_head_needs_trls():
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has no fused head"):
         integration.use_fused_head(h.model())
@@ -461,6 +469,16 @@ def test_one_correction_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "__init__", with_vllm)
     with pytest.raises(ValueError, match="vllm_importance_sampling_correction=True correct for the same thing"):
         h.trainer(tmp_path, correction=bk.TruncatedIS())
+
+
+def test_a_loss_that_would_not_be_used_is_refused(tmp_path, monkeypatch):
+    """TRL 1.13 had another loss where Liger's kernels are on."""
+    monkeypatch.setattr(GRPOTrainer, "compute_liger_loss", None, raising=False)
+    monkeypatch.setattr(
+        h.GRPOConfig, "use_liger_kernel", property(lambda self: True, lambda self, value: None), raising=False
+    )
+    with pytest.raises(ValueError, match="use_liger_kernel=True puts TRL's own loss"):
+        h.trainer(tmp_path)
 
 
 def test_missing_records_are_named(tmp_path):

@@ -23,7 +23,7 @@ BATCH, PROMPT, COMPLETION, TOPK = 4, 3, 8, 5
 def model(seed=0, **config):
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=PAD, eos_token_id=EOS, initializer_range=0.3,
         **config,
     )  # fmt: skip

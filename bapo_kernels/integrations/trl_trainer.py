@@ -110,6 +110,8 @@ class PolicyLossTrainer(_GRPOTrainer):
         super().__init__(*args, **kwargs)
         if missing := [name for name in _ATTRIBUTES if not hasattr(self, name)]:
             raise RuntimeError(f"GRPOTrainer of trl {TRL.version} has no {missing[0]}; {_tested()}")
+        if self.args.use_liger_kernel and hasattr(self, "compute_liger_loss"):
+            raise ValueError(f"use_liger_kernel=True puts TRL's own loss in place of this one in trl {TRL.version}")
         self.policy_loss = loss_for(self.default_loss if policy_loss is None else policy_loss, self.args)
         self.bounds, self.correction, self.kl_estimator, self.memory_budget = (
             bounds,
@@ -145,9 +147,8 @@ class PolicyLossTrainer(_GRPOTrainer):
     # --- What TRL calls
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        rows = [
-            dict(row) for row in inputs
-        ]  # a rollout's fields are written into them, and one may stand for several completions
+        # What a rollout returns beside completions is written into the rows, of which one may stand for several completions.
+        rows = [dict(row) for row in inputs]
         output = super()._generate_and_score_completions(rows)
         if self._needs_topk and all(key in row for key in TOPK for row in rows):
             for key, fill in zip(TOPK, (-1, 0.0), strict=True):

@@ -22,16 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from bapo_kernels.head.api import linear_logprobs
+from bapo_kernels.integrations import heads
 from bapo_kernels.integrations.packages import Package
 
 TRANSFORMERS = Package("transformers", "5.5", "5.24", extra="transformers")
 PEFT = Package("peft", "0.21", "0.21")
-
-# What configs call the factor on the logits. Where two are listed, models have one of them.
-MULTIPLIES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-DIVIDES = "logits_scaling"
-MULTIPLIES_ALL_THE_SAME = ("hyperclovax",)  # with logits_scaling
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 CALL_OPTIONS = ("temperature", "return_entropy", "topk_ids")
 # Outputs of the backbone that the answer has no place for.
@@ -123,8 +118,8 @@ def patch(
         temperature,
         return_entropy,
         {
-            "logit_scale": _logit_scale(config) if logit_scale is None else logit_scale,
-            "softcap": _softcap(config) if softcap is None else softcap,
+            "logit_scale": heads.logit_scale(config) if logit_scale is None else logit_scale,
+            "softcap": heads.softcap(config) if softcap is None else softcap,
             "vocab_size": vocab_size,
             "backend": backend,
             "memory_budget": memory_budget,
@@ -311,36 +306,15 @@ def _lora(layer: Any) -> list[Adapter]:
     return [Adapter(layer.lora_A[n], layer.lora_B[n], layer.lora_dropout[n], layer.scaling[n]) for n in names]
 
 
-def _logit_scale(config: Any) -> float:
-    for name in MULTIPLIES:
-        if isinstance(value := getattr(config, name, None), int | float):
-            return float(value)
-    if isinstance(value := getattr(config, DIVIDES, None), int | float):
-        return float(value) if config.model_type in MULTIPLIES_ALL_THE_SAME else 1.0 / value
-    return 1.0
-
-
-def _softcap(config: Any) -> float | None:
-    return next((cap for name in SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
-
-
 def _probe(model: Any, state: _Patch) -> None:
     """Compare with the model's own logits, on a few tokens. ValueError where they are made in another way."""
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(4, device=device)[None]
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits = state.original_forward(model)(**given).logits[..., : state.head["vocab_size"]]
-            likely = logits.argmax(-1)  # a wrong scale shows most there
-            own = model(
-                **given, shift_labels=likely.to(device), temperature=1.0, return_entropy=False, return_dict=True
-            )
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with torch.no_grad(), heads.evaluating(model):
+        logits = state.original_forward(model)(**given).logits[..., : state.head["vocab_size"]]
+        likely = logits.argmax(-1)  # a wrong scale shows most there
+        own = model(**given, shift_labels=likely.to(device), temperature=1.0, return_entropy=False, return_dict=True)
     want = logits.double().log_softmax(-1).gather(-1, likely[..., None]).squeeze(-1)
     error = (own.logprobs.to(want.device) - want).abs().max()
     # The model rounds its logits to its dtype; an autocast that is on counts as well, as both are under it.

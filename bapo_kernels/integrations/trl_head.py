@@ -1,10 +1,11 @@
 """The head of a transformers model, read from it and compared with what the model computes."""
 
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from bapo_kernels.integrations.heads import evaluating, logit_scale, softcap
 
 
 class ModelHead(NamedTuple):
@@ -29,7 +30,7 @@ def head_of(model: nn.Module) -> ModelHead:
             f"the weight of its head is sharded or quantized: {type(module.weight).__name__} of {module.weight.dtype}"
         )
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    return ModelHead(module.weight, module.bias, _logit_scale(config), getattr(config, "final_logit_softcapping", None))
+    return ModelHead(module.weight, module.bias, logit_scale(config), softcap(config))
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
@@ -46,7 +47,7 @@ def check_head(model: nn.Module) -> None:
     A forward may do anything between backbone and logits, and configurations have many names for it: this asks the model itself."""
     head, backbone = head_of(model), backbone_of(model)
     ids = torch.arange(8, device=head.weight.device)[None] % head.weight.shape[0]
-    with _evaluating(model):
+    with evaluating(model):
         hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state.to(head.weight.device)
         logits = model(input_ids=ids, use_cache=False).logits
     ours = nn.functional.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
@@ -57,25 +58,3 @@ def check_head(model: nn.Module) -> None:
     tolerance = 16 * torch.finfo(logits.dtype).eps * ours.abs().amax()
     if logits.shape != ours.shape or not bool(((logits - ours).abs() <= tolerance).all()):
         raise ValueError("its logits are not its head's product, scale and softcap on the backbone's last hidden state")
-
-
-def _logit_scale(config: Any) -> float:
-    """Of the several names that models have for it."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if (value := getattr(config, name, None)) is not None:
-            return value
-    divisor = getattr(config, "logits_scaling", None)
-    if divisor is None:
-        return 1.0
-    return divisor if config.model_type == "hyperclovax" else 1 / divisor
-
-
-@contextmanager
-def _evaluating(model: nn.Module):
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

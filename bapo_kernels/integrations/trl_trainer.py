@@ -81,6 +81,9 @@ class PolicyLossTrainer(_GRPOTrainer):
             scale and a softcap. `trainer.head_reason` says why.
         memory_budget: bytes for the head's temporary tiles (the fused head).
 
+    Losses of whole sequences (`gspo`, `luspo`, `gmpo`; `importance_sampling_level="sequence"`) are in their token form: under weights of
+    single tokens (vLLM's token ratio, `top_entropy_quantile`) their gradient is not that of TRL's form.
+
     A loss that reads the sampler's top-k (score centering) takes them from `sampling_topk_ids` and `sampling_topk_logps`, which a
     `rollout_func` returns beside its completions: for each completion, (T, K) ids (-1 is padding) and log-probs.
 

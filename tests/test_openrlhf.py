@@ -284,10 +284,10 @@ def test_hooks_that_have_moved(monkeypatch):
 
 def test_another_version(actor, monkeypatch):
     monkeypatch.setattr(packages.Package, "version", "0.12.0")
-    packages._warn.cache_clear()
+    packages._warned.clear()
     with pytest.warns(UserWarning, match=r"openrlhf 0.12.0 .*tested: 0.11.0 to 0.11.2"):
         use_policy_loss("ppo")
-    packages._warn.cache_clear()
+    packages._warned.clear()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openrlhf") is not None, reason="openrlhf is installed")

@@ -183,10 +183,10 @@ def test_refusals(documented):
 
 def test_versions_and_hooks(documented, monkeypatch):
     monkeypatch.setattr(packages.Package, "version", "0.9.1")
-    packages._warn.cache_clear()
+    packages._warned.clear()
     with pytest.warns(UserWarning, match=r"prime-rl 0.9.1 .*tested: 0.8"):
         policy_loss(next(samples()))
-    packages._warn.cache_clear()
+    packages._warned.clear()
     prime_rl._outputs.cache_clear()
     del documented.LossOutputs
     with pytest.raises(RuntimeError, match=r"has no prime_rl.trainer.rl.loss.LossOutputs"):

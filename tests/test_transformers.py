@@ -540,13 +540,13 @@ def test_an_auxiliary_loss_is_not_lost_in_silence():
 
 def test_versions_and_missing_packages(monkeypatch):
     monkeypatch.setattr(packages.Package, "version", "4.40.0")
-    packages._warn.cache_clear()
+    packages._warned.clear()
     with pytest.warns(UserWarning, match=r"transformers 4.40.0 .*tested: 5"):
         patch(make())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         patch(make())
-    packages._warn.cache_clear()
+    packages._warned.clear()
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match=r"transformers .* has no transformers.PreTrainedLM"):
         integration.TRANSFORMERS.hook("transformers", "PreTrainedLM")

@@ -247,6 +247,20 @@ def test_trl_with_our_head(tmp_path, calls):
 
 
 @needs_fused_head
+@pytest.mark.parametrize("config", [{"bf16": True}, {}], ids=["autocast", "bf16 weights"])
+def test_an_unmoved_policy_in_16_bits_has_a_ratio_of_1(tmp_path, config):
+    """TRL scores the old log-probs, with logits rounded to bf16 if its own head does it."""
+    model = h.model() if config else h.model().to(torch.bfloat16)
+    config = {"num_iterations": 2, "max_steps": 1, "importance_sampling_level": "sequence", **config}
+    trained = h.trainer(tmp_path, on=model, config={"loss_type": "grpo", **config}, policy_loss="gspo")
+    assert trained.fused
+    trained.train()
+    (log,) = (entry for entry in trained.state.log_history if "policy/ratio_max" in entry)
+    assert log["policy/ratio_max"] == pytest.approx(1.0, abs=1e-6)
+    assert log["clip_ratio/region_mean"] == 0.0
+
+
+@needs_fused_head
 def test_what_our_head_does_not_give_comes_from_trl(calls):
     ours = integration._Kernel(utils._ChunkedLogProbFunction)
     hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
@@ -434,6 +448,15 @@ REFUSED = [
     ({}, {"policy_loss": "bappo"}, "loss must be one of"),
     ({}, {"bounds": "batch"}, "bounds must be one of optimizer-step"),
     ({}, {"head": "ours"}, "head must be one of"),
+    ({}, {"policy_loss": "ppo", "bounds": "micro-batch"}, "bounds='micro-batch' has no meaning"),
+    ({}, {"policy_loss": bk.BAPO.fixed(0.8, 1.2), "bounds": "generation-batch"}, "has no meaning"),
+    ({}, {"memory_budget": -1}, "memory_budget"),
+    ({}, {"memory_budget": 100, "head": "wrapped"}, "memory_budget=100 has no effect"),
+    (
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
+        {},
+        "bounds='optimizer-step' cannot serve gradient_accumulation_steps=2",
+    ),
     ({}, {"kl_estimator": "k4"}, "kl_estimator"),
     ({}, {"correction": "tis"}, "correction"),
 ]
@@ -496,7 +519,7 @@ def test_another_version_warns_once(tmp_path, monkeypatch):
     from bapo_kernels.integrations import packages
 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.17.2")
-    packages._warn.cache_clear()
+    packages._warned.clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         h.trainer(tmp_path)

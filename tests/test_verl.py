@@ -661,7 +661,7 @@ def test_hooks_that_are_gone_are_errors(monkeypatch):
 
 
 def test_versions_that_were_not_tested_are_told_once(monkeypatch):
-    packages._warn.cache_clear()
+    packages._warned.clear()
     integration.VERL.check_version()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.10.0")
     with pytest.warns(UserWarning, match="0.9.1 to 0.9.1"):
@@ -669,7 +669,7 @@ def test_versions_that_were_not_tested_are_told_once(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         integration.use_fused_head()
-    packages._warn.cache_clear()
+    packages._warned.clear()
 
 
 def python(code: str) -> str:

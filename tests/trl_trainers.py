@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    from bapo_kernels.integrations.trl import PolicyLossTrainer
+    from bapo_kernels.integrations.trl import PolicyLossTrainer, use_fused_head
 
 VOCAB, PAD, EOS = 64, 0, 1
 BATCH, PROMPT, COMPLETION, TOPK = 4, 3, 8, 5
@@ -119,7 +119,15 @@ def loss_and_gradients(trained, compute, batch):
 
 
 def theirs(trained, batch):
-    return loss_and_gradients(trained, lambda m, b: GRPOTrainer._compute_loss(trained, m, b), batch)
+    """By TRL's own head."""
+    head = getattr(trained, "scoring_head", None)
+    if head is not None:
+        head.undo()
+    try:
+        return loss_and_gradients(trained, lambda m, b: GRPOTrainer._compute_loss(trained, m, b), batch)
+    finally:
+        if head is not None:
+            trained.scoring_head = use_fused_head(trained)
 
 
 def ours(trained, batch):

@@ -4,7 +4,6 @@ import importlib
 import importlib.metadata
 import re
 import warnings
-from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -46,13 +45,13 @@ class Package(NamedTuple):
     def check_version(self) -> None:
         """Warn, once for a package, where its version is not among the tested ones."""
         first, last, here = map(_numbers, (self.first, self.last, self.version))
-        if here < first or here[: len(last)] > last:
-            _warn(f"{self.name} {self.version} is not among the versions that were tested: {self.first} to {self.last}")
+        if (here < first or here[: len(last)] > last) and self.name not in _warned:
+            _warned.add(self.name)
+            tested = f"the versions that were tested: {self.first} to {self.last}"
+            warnings.warn(f"bapo_kernels: {self.name} {self.version} is not among {tested}", stacklevel=3)
 
 
-@cache
-def _warn(text: str) -> None:
-    warnings.warn(f"bapo_kernels: {text}", stacklevel=4)
+_warned: set[str] = set()  # names of packages
 
 
 def _numbers(version: str) -> tuple[int, ...]:

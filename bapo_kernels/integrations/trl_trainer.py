@@ -15,7 +15,8 @@ from bapo_kernels.controller import BapoBounds
 from bapo_kernels.corrections import Correction
 from bapo_kernels.evaluation import PolicyLossOutput
 from bapo_kernels.head.api import linear_logprobs
-from bapo_kernels.integrations.trl import TRL, under_autocast
+from bapo_kernels.head.backends import resolve_budget
+from bapo_kernels.integrations.trl import TRL, under_autocast, use_fused_head
 from bapo_kernels.integrations.trl_config import aggregation_for, is_global, loss_for
 from bapo_kernels.integrations.trl_head import backbone_of, check_head, head_of
 from bapo_kernels.layout import Layout
@@ -68,7 +69,8 @@ class PolicyLossTrainer(_GRPOTrainer):
         policy_loss: a name of `bk.losses.available()` or a loss object; None: the class's own, "bapo".
         bounds: the batch that BAPO's bounds are those of, over all processes in any case.
             "optimizer-step": the micro-batches of one update, which is what the paper has. One pass without gradients scores them before
-                the update; while the policy is still the sampler's there is nothing to clip, and no pass.
+                the update; while the policy is still the sampler's there is nothing to clip, and no pass (the bounds that are logged are
+                then those of micro-batches).
             "generation-batch": all `steps_per_generation` micro-batches, scored again before each update: as many passes per update.
             "micro-batch": each by itself, `per_device_train_batch_size` completions; no further pass. The fewer they are, the more the
                 bounds are those of chance.
@@ -122,6 +124,12 @@ class PolicyLossTrainer(_GRPOTrainer):
             kl_estimator,
             memory_budget,
         )
+        if bounds != "optimizer-step" and (not isinstance(self.policy_loss, BAPO) or _is_fixed(self.policy_loss)):
+            raise ValueError(f"bounds={bounds!r} has no meaning for policy_loss={self.policy_loss}: it finds none")
+        if memory_budget is not None:
+            resolve_budget(memory_budget, torch.device("cpu"))
+            if head == "wrapped":
+                raise ValueError(f"memory_budget={memory_budget} has no effect with head='wrapped'")
         PolicyOptions(loss=self.policy_loss, correction=correction, kl_coef=self.beta, kl_estimator=kl_estimator)
         self._needs_topk = "rollout_topk_ids" in self.policy_loss.needs
         if correction is not None and self.use_vllm and self.vllm_importance_sampling_correction:
@@ -141,6 +149,30 @@ class PolicyLossTrainer(_GRPOTrainer):
         if self.head_reason and head == "auto":
             _log.warning("%s: log-probs come from the model's own forward: %s", type(self).__name__, self.head_reason)
         self._found: _Found | None = None
+        # TRL scores old and reference log-probs, by its own head, whose logits are rounded where the model is of 16 bits: an unmoved policy
+        # would have a ratio other than 1, and tight clips would stop it.
+        self.scoring_head = use_fused_head(self) if self.fused and _has_fused_head() else None
+        if self.fused and self.scoring_head is None and self._of_16_bits:
+            _log.warning(
+                "%s: trl %s scores old log-probs by a head that rounds logits to 16 bits; head='wrapped' compares like with like",
+                *(type(self).__name__, TRL.version),
+            )
+        spans = self.args.steps_per_generation * self.num_iterations % self.args.gradient_accumulation_steps
+        if (
+            spans
+            and bounds == "optimizer-step"
+            and isinstance(self.policy_loss, BAPO)
+            and not _is_fixed(self.policy_loss)
+        ):
+            raise ValueError(
+                f"bounds='optimizer-step' cannot serve gradient_accumulation_steps={self.args.gradient_accumulation_steps} with "
+                f"steps_per_generation={self.args.steps_per_generation} and num_iterations={self.num_iterations}: some updates span two "
+                "generation batches; use bounds='micro-batch', or numbers that divide"
+            )
+
+    @property
+    def _of_16_bits(self) -> bool:
+        return self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
 
     @property
     def fused(self) -> bool:
@@ -523,6 +555,11 @@ def _with_records_of(given: dict[str, Any], logprobs: Tensor) -> dict[str, Any]:
     if sampling is None:
         return given
     return {**given, "rollout_logprobs": torch.where(sampling.isnan(), logprobs.detach(), sampling)}
+
+
+def _has_fused_head() -> bool:
+    """From TRL 1.15 on."""
+    return hasattr(TRL.module("trl.trainer.utils"), "add_fused_lm_head")
 
 
 def _is_fixed(loss: BAPO) -> bool:

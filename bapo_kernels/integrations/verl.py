@@ -17,7 +17,8 @@ verl's `loss_agg_mode`, by verl's own `agg_loss`; entropy bonus and KL are added
 
 Where both have a loss it is the same, but for this: `dppo_*` compares with the old policy, ours with the sampler; `sapo` always averages
 over sequences, ours as `loss_agg_mode` says; `gspo` clamps its log-ratio to 10, ours to 20; `geo_mean` (ours: `gmpo`) takes the mean
-over the micro-batch, whatever the mode; `clip_cov` draws its tokens from torch's global generator, ours from one of its own.
+over the micro-batch, whatever the mode, and gives `rollout_is_weights` to sequences, ours to tokens; `clip_cov` draws its tokens from
+torch's global generator, ours from one of its own. A token of `cispo` that keeps its gradient is not counted as clipped here.
 """
 
 import functools

@@ -49,14 +49,15 @@ gpu: $(INSTALLED)  ## On a GPU machine: tests, checks, timings and report (GPU_A
 	$(BIN)/python -m bapo_kernels bench --gpu $(GPU_ARGS)
 
 # verl by itself, and what its loss path on a CPU imports: its own requirements would put older versions of others in the place of ours.
-# It is made for Python < 3.13; elsewhere its tests are skipped.
-$(VENV)/.verl: $(INSTALLED)
+# It is made for Python < 3.13; elsewhere its tests are skipped. Of OpenRLHF one file is compared, where there is a wheel of it.
+$(VENV)/.trainers: $(INSTALLED)
 	! $(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 13))" || { \
 		$(PIP) install --no-deps -c constraints.txt verl && \
 		$(PIP) install -c constraints.txt ray tensordict hydra-core codetiming orjson peft; }
+	-$(PIP) install --no-deps -c constraints.txt openrlhf
 	@touch $@
 
-test: $(INSTALLED) $(VENV)/.verl  ## The whole test suite
+test: $(INSTALLED) $(VENV)/.trainers  ## The whole test suite
 	$(SINGLE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Compiles only, no GPU is needed. Another version of Triton than that of constraints.txt is put beside .venv, and leaves the table as it is.

@@ -102,7 +102,8 @@ class KPop(Correction):
         return torch.where(trained.isnan() | sampled.isnan(), torch.nan, weight)
 
 
-for _cls in Correction.__subclasses__():
+CORRECTIONS = (TruncatedIS, MaskedIS, IcePop, KPop)
+for _cls in CORRECTIONS:
     register_fields(_cls)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from bapo_kernels import aggregation as agg
 from bapo_kernels import regularizers
 from bapo_kernels.checks import check_flag, check_floating, check_group, check_shape, check_tensor
-from bapo_kernels.corrections import Correction
+from bapo_kernels.corrections import CORRECTIONS, Correction
 from bapo_kernels.layout import Layout
 from bapo_kernels.losses.base import Loss
 from bapo_kernels.topk import check_topk
@@ -44,7 +44,7 @@ class PolicyOptions:
         check_group("dp_group", self.dp_group)
         check_flag("return_tokens", self.return_tokens)
         if not isinstance(self.correction, Correction | None):
-            allowed = ", ".join(c.__name__ for c in Correction.__subclasses__())
+            allowed = ", ".join(c.__name__ for c in CORRECTIONS)
             raise ValueError(f"correction must be None or one of {allowed}, got {self.correction!r}")
 
     @property

@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bapo_kernels as bk
 from bapo_kernels.head import frozen
+from bapo_kernels.head.backends import resolve_budget
+from bapo_kernels.head.eager import GemmBackend, TorchEpilogues
+from bapo_kernels.head.engines import Work, choose
 
 SIZES = {"tokens": 4096, "hidden_size": 1024, "vocab_size": 50_000}
 RL = {"unmasked": 0.7, "active": 0.25}
@@ -115,6 +118,37 @@ def test_a_forced_engine_that_cannot_serve(loss):
         assert bk.plan(**SIZES, loss=loss, engine="one-pass").engine == "one-pass"
     with pytest.raises(ValueError, match=r"frozen.*gradient"):
         bk.plan(**SIZES, loss=loss, engine="frozen")
+
+
+def test_blocks_of_few_rows_do_not_pay_on_a_gpu():
+    """There the sum of d_weight is read and written for each block; on a CPU blocks of 64 rows pay."""
+    sizes = {
+        "tokens": 8192,
+        "unmasked": 1.0,
+        "active": 1.0,
+        "vocab_size": 50_000,
+        "hidden_grad": True,
+        "bias_grad": False,
+    }
+    rest = {"late_because": None, "topk": False, "entropy_grad": False, "captured": False, "traced": False}
+
+    def plan(gpu: bool, budget: int):
+        backend = GemmBackend(TorchEpilogues(), narrow=gpu, gpu=gpu)
+        parts = [(1024, torch.float32, True)]
+        return choose("auto", Work.of(backend, torch.float32, parts, torch.float32, budget=budget, **sizes, **rest))
+
+    assert plan(False, 256 * MIB).engine == plan(True, 1024 * MIB).engine == "one-pass"
+    few = plan(True, 256 * MIB)
+    assert few.engine == "recompute"
+    assert "fewer than 2048 do not pay" in few.reason
+
+
+def test_the_default_budget_is_that_of_the_device(monkeypatch):
+    monkeypatch.delenv("BAPO_KERNELS_MEMORY_BUDGET", raising=False)
+    assert resolve_budget(None, torch.device("cpu")) == 256 * MIB
+    assert resolve_budget(None, torch.device("cuda")) == 1024 * MIB
+    monkeypatch.setenv("BAPO_KERNELS_MEMORY_BUDGET", "12345")
+    assert resolve_budget(None, torch.device("cuda")) == 12345
 
 
 def test_the_reference_has_no_engines():

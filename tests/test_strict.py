@@ -161,6 +161,21 @@ def test_command_line_ends_quietly_when_nobody_reads_on():
     assert done.stderr == ""
 
 
+def test_the_design_that_the_environment_asks_for_is_reported(monkeypatch):
+    monkeypatch.delenv("BAPO_KERNELS_DESIGN", raising=False)
+    assert bk.env_report()["design on GPUs"] == "auto"
+    monkeypatch.setenv("BAPO_KERNELS_DESIGN", "tile")
+    assert bk.env_report()["design on GPUs"] == "tile"
+
+
+def test_a_wrong_correction_is_told_the_public_ones():
+    from bapo_kernels.integrations import batches
+
+    assert issubclass(batches.Weighted, bk.corrections.Correction)
+    with pytest.raises(ValueError, match="one of TruncatedIS, MaskedIS, IcePop, KPop, got 'icepop'"):
+        bk.policy_loss(LP, A, loss="grpo", correction="icepop")
+
+
 def test_a_wrong_budget_in_the_environment_is_reported(monkeypatch, capsys):
     monkeypatch.setenv("BAPO_KERNELS_MEMORY_BUDGET", "much")
     assert "must be a number of bytes" in bk.env_report()["memory budget"]

@@ -338,8 +338,12 @@ def test_compiled(whole):
     assert_same_gradients(gradients(model, weigh(out.logprobs, out.entropy)), want_grads)
 
 
-def test_accelerate_keeps_the_patch():
+def test_accelerate_keeps_the_patch(request):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate.state.AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # one for a process, of another test perhaps
+    request.addfinalizer(lambda: accelerate.state.AcceleratorState._reset_state(reset_partial_state=True))
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     model = make()
     patch(model)

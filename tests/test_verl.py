@@ -13,7 +13,7 @@ import torch
 from helpers import close, integers, normal
 
 import bapo_kernels as bk
-from bapo_kernels.integrations import packages
+from bapo_kernels.integrations import batches, packages
 from bapo_kernels.integrations import verl as integration
 
 if importlib.util.find_spec("verl") is None:
@@ -392,7 +392,7 @@ def test_the_group_of_the_ranks_is_handed_over(monkeypatch):
         integration, "policy_loss", lambda *a, dp_group, **k: seen.append(dp_group) or bk.policy_loss(*a, **k)
     )
     monkeypatch.setattr(
-        integration, "bapo_bounds", lambda *a, dp_group, **k: seen.append(dp_group) or bk.bapo_bounds(*a, **k)
+        batches, "bapo_bounds", lambda *a, dp_group, **k: seen.append(dp_group) or bk.bapo_bounds(*a, **k)
     )
     batch, group = Batch(), object()
     loss_function = integration._handing_over(functools.partial(ppo_loss, config=actor("bapo")))

@@ -1,10 +1,11 @@
-"""What a transformers model says of its head in its config, and a look at it without its dropout."""
+"""What the heads of transformers models have in common: what configs say of them, what autocast makes of them, a look without dropout."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 # What configs call the factor on the logits. Where two are listed, models have one of them.
 MULTIPLIES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -24,6 +25,15 @@ def logit_scale(config: Any) -> float:
 
 def softcap(config: Any) -> float | None:
     return next((cap for name in SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
+
+
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The factors of a product in the dtype that autocast gives them, where it is on; fp64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 @contextmanager

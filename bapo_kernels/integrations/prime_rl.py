@@ -6,7 +6,6 @@ import_path = "bapo_kernels.integrations.prime_rl.policy_loss"
 kwargs = { loss = "bapo", c_low = 0.6, c_high = 1.4 }
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,23 +13,12 @@ import torch
 from torch import Tensor
 
 from bapo_kernels import losses, regularizers
-from bapo_kernels.corrections import Correction
+from bapo_kernels.integrations.batches import Weighted
 from bapo_kernels.integrations.packages import Package
-from bapo_kernels.losses.base import Tokens
 from bapo_kernels.policy import policy_loss as per_sample_loss
 
 PRIME_RL = Package("prime-rl", "0.8", "0.8")
 WHOLE_BATCH = (losses.ClipCov, losses.KLCov)  # losses that choose among the tokens of a batch
-
-
-@dataclass(frozen=True, eq=False)
-class _Weights(Correction):
-    """prime-rl's `loss_weights`: a factor on the policy term of each token."""
-
-    weights: Tensor  # (T,)
-
-    def weight(self, x: Tokens) -> Tensor:
-        return x.active(self.weights.to(x.logprobs))
 
 
 def policy_loss(
@@ -77,7 +65,7 @@ def policy_loss(
         mask=inputs.loss_mask,
         old_logprobs=inputs.inference_logprobs,
         rollout_logprobs=inputs.inference_logprobs,
-        correction=None if weights is None else _Weights(weights.detach()),
+        correction=None if weights is None else Weighted(weights),
         aggregation="token-sum",
     )
     total, metrics = out.loss, {name: value for name, value in out.metrics.items() if name not in ("entropy", "kl")}
@@ -103,7 +91,7 @@ def _rule(
     if isinstance(loss, losses.Loss) and parameters:
         raise TypeError(f"a loss object has its parameters: {sorted(parameters)[0]!r} goes with a name")
     rule = losses.resolve(loss) if not parameters else losses.get(loss, **parameters)  # type: ignore[arg-type]
-    if isinstance(rule, losses.BAPO) and len(rule.brackets) > 1:
+    if isinstance(rule, losses.BAPO) and rule.searches:
         raise ValueError(
             "loss is a BAPO that searches its bounds, which takes the whole batch; pass BAPO.fixed(c_low, c_high)"
         )

@@ -220,11 +220,12 @@ def _score(model: Any, state: _Patch, given: dict[str, Any]) -> TokenOutput | tu
     hidden = model.base_model(**given, return_dict=True).last_hidden_state
     if shifted is None:
         hidden, shifted = hidden[:, :-1], labels[:, 1:]
-    hidden, weight, bias = _autocast(*_operands(model, hidden))
+    hidden, parts, bias = _operands(model, hidden)
+    hidden, *parts = heads.under_autocast(hidden, *parts)  # the bias is added to logits, which stay fp32
     targets = shifted.to(hidden.device)
     out = linear_logprobs(
         hidden,
-        weight,
+        tuple(parts),
         targets,
         bias=bias,
         temperature=temperature,
@@ -238,7 +239,7 @@ def _score(model: Any, state: _Patch, given: dict[str, Any]) -> TokenOutput | tu
     return tuple(t for t in answer if t is not None) if as_tuple else answer
 
 
-def _operands(model: Any, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+def _operands(model: Any, hidden: Tensor) -> tuple[Tensor, list[Tensor], Tensor | None]:
     """Hidden states, the parts of the weight, and the bias: with LoRA on the head, one more part for each adapter at work."""
     head, adapters = _head_of(model)
     hidden, bias = hidden.to(head.weight.device), head.bias
@@ -250,19 +251,7 @@ def _operands(model: Any, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...], T
         parts.append(lora.b.weight)
         if lora.b.bias is not None:
             bias = lora.scaling * lora.b.bias + (0.0 if bias is None else bias)
-    return torch.cat(states, -1) if adapters else hidden, tuple(parts), bias
-
-
-def _autocast(
-    hidden: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-    """The factors of the product in the dtype that autocast gives them; the bias is added to logits, which stay fp32."""
-    kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-    hidden, *parts = (t if t.dtype == torch.float64 else t.to(dtype) for t in (hidden, *weight))
-    return hidden, tuple(parts), bias
+    return torch.cat(states, -1) if adapters else hidden, parts, bias
 
 
 def _head_of(model: Any) -> tuple[Any, list[Adapter]]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.head.api import linear_logprobs
+from bapo_kernels.integrations.heads import under_autocast
 from bapo_kernels.integrations.packages import Package
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class use_fused_head(AbstractContextManager):
             )
         models = [model] if isinstance(model, torch.nn.Module) else [model.model, getattr(model, "ref_model", None)]
         self._patched: list[tuple[torch.nn.Module, Callable]] = []
-        for each in (_inner(m) for m in models if m is not None):
+        for each in (unwrapped(m) for m in models if m is not None):
             if "forward" not in vars(each):
                 self.undo()
                 raise ValueError(
@@ -83,7 +84,7 @@ class use_fused_head(AbstractContextManager):
         self.undo()
 
 
-def _inner(model: Any) -> torch.nn.Module:
+def unwrapped(model: Any) -> torch.nn.Module:
     """The transformers model under DDP and PEFT."""
     model = getattr(model, "module", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -144,11 +145,3 @@ class _Kernel:
             return_entropy="entropy" in outputs,
         )
         return out.logprobs, out.entropy, None, None, None
-
-
-def under_autocast(*tensors: Tensor) -> list[Tensor]:
-    """In the dtype that autocast gives to products, where it is on."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    return [t.to(torch.get_autocast_dtype(device)) for t in tensors]

@@ -3,8 +3,7 @@
 import inspect
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,14 +15,16 @@ from bapo_kernels.corrections import Correction
 from bapo_kernels.evaluation import PolicyLossOutput
 from bapo_kernels.head.api import linear_logprobs
 from bapo_kernels.head.backends import resolve_budget
-from bapo_kernels.integrations.trl import TRL, under_autocast, use_fused_head
+from bapo_kernels.integrations.batches import Weighted, bounds_of
+from bapo_kernels.integrations.heads import under_autocast
+from bapo_kernels.integrations.trl import TRL, unwrapped, use_fused_head
 from bapo_kernels.integrations.trl_config import aggregation_for, is_global, loss_for
 from bapo_kernels.integrations.trl_head import backbone_of, check_head, head_of
 from bapo_kernels.layout import Layout
 from bapo_kernels.losses import BAPO, CISPO, VESPO, Loss
-from bapo_kernels.losses.base import MAX_LOG_RATIO, Tokens, bounded_exp
+from bapo_kernels.losses.base import MAX_LOG_RATIO, bounded_exp
 from bapo_kernels.options import PolicyOptions
-from bapo_kernels.policy import bapo_bounds, linear_policy_loss, policy_loss
+from bapo_kernels.policy import linear_policy_loss, policy_loss
 
 BOUNDS = ("optimizer-step", "generation-batch", "micro-batch")
 HEADS = ("auto", "fused", "wrapped")
@@ -124,7 +125,7 @@ class PolicyLossTrainer(_GRPOTrainer):
             kl_estimator,
             memory_budget,
         )
-        if bounds != "optimizer-step" and (not isinstance(self.policy_loss, BAPO) or _is_fixed(self.policy_loss)):
+        if bounds != "optimizer-step" and not _searches(self.policy_loss):
             raise ValueError(f"bounds={bounds!r} has no meaning for policy_loss={self.policy_loss}: it finds none")
         if memory_budget is not None:
             resolve_budget(memory_budget, torch.device("cpu"))
@@ -158,12 +159,7 @@ class PolicyLossTrainer(_GRPOTrainer):
                 *(type(self).__name__, TRL.version),
             )
         spans = self.args.steps_per_generation * self.num_iterations % self.args.gradient_accumulation_steps
-        if (
-            spans
-            and bounds == "optimizer-step"
-            and isinstance(self.policy_loss, BAPO)
-            and not _is_fixed(self.policy_loss)
-        ):
+        if spans and bounds == "optimizer-step" and _searches(self.policy_loss):
             raise ValueError(
                 f"bounds='optimizer-step' cannot serve gradient_accumulation_steps={self.args.gradient_accumulation_steps} with "
                 f"steps_per_generation={self.args.steps_per_generation} and num_iterations={self.num_iterations}: some updates span two "
@@ -242,9 +238,8 @@ class PolicyLossTrainer(_GRPOTrainer):
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]
         old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
-        if (
-            self._trl_corrects and self._has_ratio_in_loss
-        ):  # log w: the sum of log pi/old and the corrected log old/sampler
+        if self._trl_corrects and self._has_ratio_in_loss:
+            # log w: the sum of log pi/old and the corrected log old/sampler
             old = old - inputs["importance_sampling_ratio"].log().clamp(_LEAST_LOG_RATIO, MAX_LOG_RATIO)
         given = {
             "advantages": inputs["advantages"],
@@ -326,7 +321,7 @@ class PolicyLossTrainer(_GRPOTrainer):
     def _loss_on(self, model: torch.nn.Module, inputs: dict[str, Any], mode: str) -> tuple[Loss, BapoBounds | None]:
         """The loss for a micro-batch: with the bounds of the batch that it is part of, where that is another."""
         loss, batches = self.policy_loss, self._buffered_inputs
-        if not isinstance(loss, BAPO) or _is_fixed(loss) or self.bounds == "micro-batch" or mode == "eval":
+        if not _searches(loss) or self.bounds == "micro-batch" or mode == "eval":
             return loss, None
         if batches is None or ("old_per_token_logps" not in inputs and _takes_one(loss)):
             return loss, None
@@ -338,22 +333,21 @@ class PolicyLossTrainer(_GRPOTrainer):
                 at = self._step % len(batches)
                 scored = batches[at : at + self.current_gradient_accumulation_steps]
             found = self._found = _Found(self.state.global_step, batches, self._bounds_of(model, scored))
-        bounds = found.bounds
-        return replace(loss, c_low=(bounds.c_low,) * 2, c_high=(bounds.c_high,) * 2), bounds
+        return loss.within(found.bounds), found.bounds
 
     @torch.no_grad()
     def _bounds_of(self, model: torch.nn.Module, batches: list[dict[str, Any]]) -> BapoBounds:
-        parts: list[dict[str, Any]] = []
+        assert isinstance(self.policy_loss, BAPO)
+        pieces: list[dict[str, Tensor | None]] = []
         for inputs in batches:
             given = self._given(inputs)
             logprobs = self._statistics(model, inputs, given, entropy=False).logprobs
             given = _with_records_of(given, logprobs)
-            parts.append({"logprobs": logprobs, **{key: given[key] for key in _OF_BOUNDS}})
-        whole: dict[str, Any] = {
-            key: None if parts[0][key] is None else torch.cat([part[key] for part in parts]) for key in parts[0]
-        }
+            advantages = given["advantages"]
+            given["advantages"] = (advantages[:, None] if advantages.dim() == 1 else advantages).expand_as(logprobs)
+            pieces.append({"logprobs": logprobs, **{key: given[key] for key in _OF_BOUNDS}})
         group = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
-        return bapo_bounds(**whole, loss=self.policy_loss, dp_group=group)
+        return bounds_of(pieces, self.policy_loss, group)
 
     # --- The model, and its head
 
@@ -365,7 +359,7 @@ class PolicyLossTrainer(_GRPOTrainer):
             return "it is what torch_compile compiles"
         if self.aux_loss_enabled:
             return "the auxiliary loss of the router comes from it"
-        model = _inner(self.accelerator.unwrap_model(self.model))
+        model = unwrapped(self.accelerator.unwrap_model(self.model))
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
             return "prompt learning puts tokens before the prompt there"
         try:
@@ -415,7 +409,7 @@ class PolicyLossTrainer(_GRPOTrainer):
 
     def _hidden_and_head(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """The hidden states that predict the completion, (B, T, D), the head's weight, and what else the head is."""
-        model = _inner(model)
+        model = unwrapped(model)
         ids, attention = _prompt_and_completion(inputs)
         length = inputs["completion_ids"].shape[1]
         with self.accelerator.autocast():
@@ -523,20 +517,8 @@ class _Found(NamedTuple):
     bounds: BapoBounds
 
 
-@dataclass(frozen=True, eq=False)
-class _Weighted(Correction):
-    """A weight of each token or sequence that the trainer has, times what a correction finds."""
-
-    factor: Tensor  # (B, T) or (B, 1)
-    correction: Correction | None = None
-
-    def weight(self, x: Tokens) -> Tensor:
-        factor = x.active(self.factor.to(x.logprobs.dtype).expand(x.mask.shape))
-        return factor if self.correction is None else factor * self.correction.weight(x)
-
-
 def _with_weight(correction: Correction | None, weight: Tensor | None) -> Correction | None:
-    return correction if weight is None else _Weighted(weight, correction)
+    return correction if weight is None else Weighted(weight, correction)
 
 
 def _token_weights(mask: Tensor, options: dict[str, Any]) -> Tensor:
@@ -562,17 +544,13 @@ def _has_fused_head() -> bool:
     return hasattr(TRL.module("trl.trainer.utils"), "add_fused_lm_head")
 
 
-def _is_fixed(loss: BAPO) -> bool:
-    return all(start is end or start == end for start, end in (loss.c_low, loss.c_high))
+def _searches(loss: Loss) -> TypeGuard[BAPO]:
+    return isinstance(loss, BAPO) and loss.searches
 
 
 def _takes_one(loss: BAPO) -> bool:
     """Whether a ratio of 1, which is that of every token as long as the policy has not moved, is within all bounds."""
     return bool(loss.c_low[1] <= 1 <= loss.c_high[0])
-
-
-def _inner(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _prompt_and_completion(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from torch import Tensor
 from bapo_kernels import losses
 from bapo_kernels.controller import BapoBounds
 from bapo_kernels.head.api import linear_logprobs
+from bapo_kernels.integrations.batches import bounds_of
+from bapo_kernels.integrations.heads import under_autocast
 from bapo_kernels.integrations.packages import Package
 from bapo_kernels.losses import (
     BAPO,
@@ -52,7 +54,7 @@ from bapo_kernels.losses import (
     KLCov,
     Loss,
 )
-from bapo_kernels.policy import bapo_bounds, policy_loss
+from bapo_kernels.policy import policy_loss
 
 VERL = Package("verl", "0.9.1", "0.9.1", "verl")
 PREFIX = "bk-"
@@ -170,9 +172,9 @@ def loss_of(name: str, actor) -> Loss:
     return losses.get(name, **{key: value for key, value in values.items() if value is not None}, **overrides)
 
 
-def moves(loss: Loss) -> bool:
+def moves(loss: Loss) -> TypeGuard[BAPO]:
     """Whether its bounds hang on the batch."""
-    return isinstance(loss, BAPO) and len(loss.brackets) > 1
+    return isinstance(loss, BAPO) and loss.searches
 
 
 def check(loss: Loss) -> None:
@@ -272,15 +274,11 @@ def _actor_config(loss_function: Callable) -> tuple[Any, str | None]:
     return actor, registered(settings.loss_mode) if isinstance(settings, PolicyLossConfig) else None
 
 
-def _bounds(record: Record, loss: Loss) -> BapoBounds | None:
+def _bounds(record: Record, loss: BAPO) -> BapoBounds | None:
     """Of all micro-batches on all ranks; None where this rank has none (a pipeline stage without the head)."""
     if not record.batches:
         return None
-    columns: dict[str, Any] = {
-        key: None if batch is None else torch.cat([b[key].flatten() for b in record.batches])
-        for key, batch in record.batches[0].items()
-    }
-    return bapo_bounds(**columns, loss=loss, dp_group=record.dp_group)
+    return bounds_of(record.batches, loss, record.dp_group)
 
 
 # The loss
@@ -348,10 +346,9 @@ def _rollout_logprobs(loss: Loss, config, handed: Handed, old_log_prob: Tensor) 
     return handed.rollout_logprobs
 
 
-def _with_bounds(loss: Loss, config, handed: Handed) -> Loss:
+def _with_bounds(loss: BAPO, config, handed: Handed) -> Loss:
     if handed.bounds is not None:
-        c_low, c_high = handed.bounds.c_low, handed.bounds.c_high
-        return replace(loss, c_low=(c_low, c_low), c_high=(c_high, c_high))  # type: ignore[type-var]
+        return loss.within(handed.bounds)
     if config.policy_loss.get("bapo_batch") == "mini-batch":
         raise ValueError(
             "policy_loss.bapo_batch='mini-batch' needs bounds that were found before: this loss was called outside of "
@@ -384,10 +381,7 @@ def _metrics(out, active: Tensor, advantages: Tensor, old_log_prob: Tensor, boun
 
 
 def _statistics(hidden: Tensor, weight: Tensor, labels: Tensor, **options) -> tuple[Tensor, Tensor]:
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):  # verl's engines multiply in this dtype
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden, weight = under_autocast(hidden, weight)  # verl's engines multiply in its dtype
     out = linear_logprobs(hidden, weight, labels, return_entropy=True, **options)
     assert out.entropy is not None
     return out.logprobs, out.entropy

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bapo_kernels.checks import is_number
-from bapo_kernels.controller import CONTRIBUTIONS, MAX_STEPS, MEASURES, ORDERS, WEIGHTINGS, find_bounds
+from bapo_kernels.controller import CONTRIBUTIONS, MAX_STEPS, MEASURES, ORDERS, WEIGHTINGS, BapoBounds, find_bounds
 from bapo_kernels.losses.base import Loss, TokenLoss, Tokens
 from bapo_kernels.losses.clip import clipped_surrogate
 
@@ -156,6 +156,16 @@ class BAPO(Loss):
             order="low-first",
             dual_clip=clip_ratio_c,
         )
+
+    @property
+    def searches(self) -> bool:
+        """Whether the bounds hang on the batch."""
+        return len(self.brackets) > 1
+
+    def within(self, bounds: BapoBounds) -> "BAPO":
+        """The same loss with the bounds that were found for a batch."""
+        low, high = bounds.c_low, bounds.c_high
+        return replace(self, c_low=(low, low), c_high=(high, high))
 
     @cached_property
     def brackets(self) -> tuple[Loss, ...]:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from operator import itemgetter
 
 import torch
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import TritonError
 
 from bapo_kernels.checks import is_set
 from bapo_kernels.head.chunked import LogitSpec, Rows, Slice
+from bapo_kernels.head.rows import is_captured
 from bapo_kernels.launching import INTERPRETED, Config
 
 TURNS = 5
@@ -44,13 +44,13 @@ def tuned(
     features = (part.bias is None, spec.scale == 1.0, spec.softcap is None, rows.inv_temperature is None)
     key = (kernel, rows.hidden.device, rows.hidden.dtype, spec.vocab_size, rows.hidden.shape[1], features)
     if key not in found:
-        if rows.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_captured(rows.hidden):
             return config  # nothing runs now that could be timed
         times = [(_seconds(launch, config, rows.hidden.device), config)]
         for candidate in CANDIDATES:
             try:
                 times.append((_seconds(launch, candidate, rows.hidden.device), candidate))
-            except (OutOfResources, CompilationError):
+            except TritonError:  # does not compile, or takes more than there is
                 continue
         found[key] = min(times, key=itemgetter(0))[1]
     return found[key]

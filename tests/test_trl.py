@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import bapo_kernels as bk
+from bapo_kernels.controller import BapoBounds
 from bapo_kernels.integrations import trl as integration
 
 try:
@@ -355,6 +356,23 @@ def test_bounds_are_those_of_the_batch_that_was_asked_for(tmp_path, bounds, scor
     of_step = {step: values for step, _, *values in Watched.found}
     for step, *values in Watched.seen:
         assert values == pytest.approx(of_step[step])
+
+
+def test_bounds_that_were_found_are_those_of_the_loss(tmp_path, monkeypatch):
+    def outcome(policy_loss, bounds="optimizer-step"):
+        trained = h.trainer(tmp_path, policy_loss=policy_loss, bounds=bounds)
+        trained.current_gradient_accumulation_steps = 1
+        batch = h.on_policy(trained, h.inputs())
+        trained._buffered_inputs = [batch]
+        return h.ours(trained, batch)
+
+    found = BapoBounds(*torch.tensor([0.95, 1.05, 0.5, 1.0, 1.0], dtype=torch.float64))
+    monkeypatch.setattr(integration.PolicyLossTrainer, "_bounds_of", lambda *_: found)
+    loss, gradients = outcome(bk.BAPO())
+    want, want_gradients = outcome(bk.BAPO.fixed(0.95, 1.05))
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(gradients, want_gradients)
+    assert abs(loss - outcome(bk.BAPO(), "micro-batch")[0]) > 1e-3  # which finds others
 
 
 def test_an_unmoved_policy_is_not_scored(tmp_path, monkeypatch):
